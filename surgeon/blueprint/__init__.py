@@ -1,1 +1,1 @@
-"""Pure data between a plan and its output: the draft, recipes, grafts, shards. Reads no weight."""
+"""Plain data between a plan and its output: the draft, recipes, grafts and shards. No weight is read here."""

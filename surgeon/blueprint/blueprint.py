@@ -1,6 +1,6 @@
-"""The finished blueprint: for every tensor of the output one recipe, and what each operation promises.
+"""The finished blueprint: one recipe for every tensor of the output, and what each operation promises.
 
-Preview shows it, `apply` writes it and `verify` checks against it.
+Preview shows the blueprint, `apply` writes it and `verify` checks the output against it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from surgeon.blueprint.recipes import (
 )
 from surgeon.checkpoint.pieces import Pieces
 
-# What training changes: an operation's new tensors, every tensor, or its new ones once, before the first step.
+# Which tensors training changes: an operation's new ones, all, or the new ones in one fit before the first step.
 Trains = Literal["new", "all", "fitted"]
-# From the strongest to the weakest.
+# In order, from the strongest to the weakest.
 Promise = Literal["exact", "rounding", "none"]
 
 
 def weakest(promises: Iterable[Promise]) -> Promise:
-    """Return the weakest of several promises; of none, the strongest."""
+    """Return the weakest of several promises; "exact", the strongest, where there are none."""
     return max(promises, key=get_args(Promise).index, default="exact")
 
 
@@ -35,9 +35,9 @@ class Claim:
 
     `exact`: every logit is bit-identical at birth, in the checkpoint's dtype and with the same attention
     implementation. `rounding`: the same function, computed in another order, so logits differ by rounding. `none`: the
-    function changes. `reason` says why, in one sentence. `tail_alone`: what is rounded otherwise are the logits of the
-    base's last V mod `HEAD_BLOCK` tokens; all others are bit-identical. `in_float32`: of `none`, a twin in float32
-    shows that the function is the same, to rounding.
+    function changes. `reason` says why, in one sentence. `tail_alone`: only the logits of the base's last V mod
+    `HEAD_BLOCK` tokens differ by rounding; all others are bit-identical. `in_float32`: the promise is `none`, but a
+    twin in float32 shows that the function is the same up to rounding.
     """
 
     promise: Promise
@@ -48,7 +48,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class GraftNote:
-    """One graft of a layer, as preview and manifest show it; `operation` None: the base brought it."""
+    """One graft of a layer, as preview and manifest show it; `operation` is None where the base brought the graft."""
 
     text: str
     operation: int | None
@@ -56,7 +56,7 @@ class GraftNote:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of the output, as preview and manifest show it. `sources` are its sources' numbers in the output."""
+    """A layer of the output, as preview and manifest show it; `sources` are numbers of layers of the output."""
 
     index: int
     base: int | None
@@ -71,11 +71,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor of the output; `operation` made it, None where the base has it.
+    """One tensor of the output; `operation` is the number of the operation that made it, None for a tensor of the base.
 
-    `new` says that one did: training may then change it, unless it holds parts of old layers. The other fields are
-    those of its recipe, which are asked for often: `pieces` are the bytes of the base that it holds as they are, `kept`
-    those among them that stay so where what is new trains.
+    `new` is true where an operation made it: training may then change it, unless it holds parts of old layers. The
+    other fields repeat properties of its recipe, because they are asked for often: `pieces` are the bytes that it takes
+    unchanged from the base, `kept` the part of `pieces` that stays unchanged when new tensors train.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class OperationRecord:
-    """What one operation of the plan did: its name, what its selector matched, its claim, what it lets train."""
+    """What one operation of the plan did: its name, what its selector matched, its claim, and what it lets train."""
 
     op: str
     matched: str
@@ -110,9 +110,9 @@ class OperationRecord:
 class Blueprint:
     """The output, tensor by tensor, in the order of the model.
 
-    `couplings` maps the names of transport maps to how they are made, in an order in which each comes after
-    those it needs. `native` says that the output is the base's own class with more layers; where it is not,
-    `code_files` of the shipped runtime are copied beside the weights.
+    `couplings` maps the name of each transport map to how the map is made; each coupling comes after the couplings it
+    needs. `native` means that the output has the base's own class with more layers; where it does not, `code_files` of
+    the shipped runtime are copied next to the weights.
     """
 
     seed: int
@@ -122,62 +122,62 @@ class Blueprint:
     operations: tuple[OperationRecord, ...]
     config: dict[str, Any]
     code_files: tuple[str, ...] = ()
-    # The layers of the base that each operation took out, by its number.
+    # By operation number, the layers of the base that the operation took out.
     dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    # The sizes that operations changed and layers share, by their fields of the config (`with_fields`).
+    # The sizes that operations changed and that layers share, by their config field (`with_fields`).
     resized: Mapping[str, int] = field(default_factory=dict)
-    # The tensors of the base that each operation left behind, by its number: of towers beside the text, and what a
-    # layer that was taken out alone used of a block that it shared with others.
+    # By operation number, the tensors of the base that the operation left behind: tensors of towers next to the text
+    # model, and what only a dropped layer used of a block that it shared with others.
     left_behind: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    # Whether config.json is another one than the base's with more or fewer layers: of another class, or other parts.
+    # Whether config.json differs from the base's in more than the number of layers: another class, or other parts.
     converted: bool = False
 
     def recipes(self) -> Iterator[Recipe]:
-        """Every recipe, and all that these are made of."""
+        """Yield every recipe, and every recipe that it is made of."""
         for output in self.outputs:
             yield from output.recipe.walk()
 
     @property
     def sources(self) -> set[str]:
-        """The tensors of the base that outputs are made of."""
+        """Return the names of the base's tensors that outputs are made of."""
         return {name for output in self.outputs for name in output.recipe.sources}
 
     @property
     def changes(self) -> list[str]:
-        """The names under which it is recorded what merges changed, and what rounding left of that."""
+        """Return the names under which merges record what they changed and how much of the change rounding keeps."""
         found = (recipe.own_change for output in self.outputs if output.computed for recipe in output.recipe.walk())
         return sorted({name for name in found if name is not None})
 
     @property
     def native(self) -> bool:
-        """Whether the output loads without custom code."""
+        """Return whether the output loads without custom code."""
         return not self.code_files
 
     @property
     def promise(self) -> Promise:
-        """The weakest promise of all operations: what the output as a whole promises."""
+        """Return the weakest promise of all operations, which is what the output as a whole promises."""
         return weakest(record.claim.promise for record in self.operations)
 
     @property
     def tail_alone(self) -> bool:
-        """Whether nothing else is promised to rounding than `Claim.tail_alone` says."""
+        """Return whether some promise is `rounding`, and each concerns only the last logits (`Claim.tail_alone`)."""
         rounded = [record.claim for record in self.operations if record.claim.promise == "rounding"]
         return bool(rounded) and all(claim.tail_alone for claim in rounded)
 
     @property
     def new_rows(self) -> range:
-        """The rows of the embeddings that are not the base's."""
+        """Return the range of embedding rows that are new, not the base's."""
         means = (r for o in self.outputs for r in o.recipe.walk() if isinstance(r, Means))
         return next((range(each.first, each.first + len(each.made_of)) for each in means), range(0))
 
     @property
     def kept_tokens(self) -> tuple[int, ...] | None:
-        """The base's ids of the output's tokens, in the order of theirs, where some were taken out; else None."""
+        """Return the base's ids of the tokens that stay, in the output's order; None where no token was taken out."""
         return next((r.numbers for o in self.outputs for r in o.recipe.walk() if isinstance(r, KeptRows)), None)
 
     @property
     def taken(self) -> dict[str, dict[str, Imported]]:
-        """The tensors that are taken from other models, by the plan's names for these, each with one recipe."""
+        """Return the tensors taken from other models, by the model's name in the plan, then by tensor name."""
         found: dict[str, dict[str, Imported]] = {}
         for recipe in self.recipes():
             if isinstance(recipe, Imported) and recipe.place == "model":
@@ -186,7 +186,7 @@ class Blueprint:
 
     @property
     def layer_of_base(self) -> tuple[int, ...]:
-        """For every base layer, its number in the output; of one taken out, that of the layer below it (-1: none)."""
+        """Return each base layer's number in the output; for a dropped layer, the layer below it (-1: none)."""
         kept = {layer.base: layer.index for layer in self.layers if layer.base is not None}
         places: list[int] = []
         for layer in range(len(kept) + sum(map(len, self.dropped.values()))):

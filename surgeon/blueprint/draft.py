@@ -1,4 +1,4 @@
-"""The draft that operations edit, in plan order; `Draft.finish` numbers the layers and gives the frozen `Blueprint`.
+"""The draft that operations edit, in plan order; `Draft.finish` numbers the layers and returns the frozen `Blueprint`.
 
 No weight is read here.
 """
@@ -47,7 +47,7 @@ from surgeon.runtime.states_rules import BANK
 
 
 def silence(tensors: Mapping[str, Recipe], kind: LayerKind) -> dict[str, Recipe]:
-    """A layer's recipes, by suffix, with those replaced that write to the residual stream.
+    """Return a layer's recipes by suffix, with the tensors that write to the residual stream replaced by constants.
 
     Raises BadInput where no layer of this kind can be silenced.
     """
@@ -64,20 +64,20 @@ def silence(tensors: Mapping[str, Recipe], kind: LayerKind) -> dict[str, Recipe]
     return silenced
 
 
-# What new layers of a quantised base are stored in, and a part of FP8 layers that nothing in full precision reads.
+# The dtype of new layers of a quantised base; and the ending of the FP8 scales that full-precision layers do not read.
 _OPENED = "BF16"
 _ACTIVATIONS = "activation_scale"
 
 
 @dataclass(slots=True)
 class LayerDraft:
-    """A layer while operations are at work: its tensors by suffix, and where it comes from.
+    """A layer while operations work on the draft: its tensors by suffix, and where the layer comes from.
 
-    `opened` says that it holds in full precision what the base stores quantised.
-    `base` is the base layer it is (None for a new one), `like` the base layer whose kind and settings (its attention
-    type, other entries of the config) it has, `operation` the operation that made it, `sources`
-    what it was made from, in words of the model as that operation found it. `rewritten` names the operation that
-    gave a base layer's tensor another value, by suffix; `grafts` are what stands beside the native tensors.
+    `opened`: the layer holds in full precision what the base stores quantised. `base` is the number of the base layer
+    that it is (None for a new one). `like` is the base layer whose kind and settings (attention type, other entries of
+    the config) it shares. `operation` made it. `sources` are the layers it was made from, numbered as in the current
+    draft. `rewritten` maps the suffix of a changed tensor of a base layer to the operation that changed it. `grafts`
+    are the modules added to the native tensors.
     """
 
     tensors: dict[str, Recipe]
@@ -91,46 +91,46 @@ class LayerDraft:
     opened: bool = False
 
     def graft(self, kind: str) -> Graft | None:
-        """The graft of this kind on the trunk's layer itself, if it has one."""
+        """Return the graft of this kind on the trunk's layer itself (not in its twin), or None."""
         return next((graft for graft in self.grafts if graft.kind == kind and not graft.in_branch), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """A tensor outside the layers; `operation` made it, or gave it another value; None where it is the base's."""
+    """A tensor outside the layers; `operation` made it or changed its values; None where it is still the base's."""
 
     recipe: Recipe
     operation: int | None
 
 
 class Draft:
-    """The model while operations edit it, one after the other."""
+    """The model while operations edit it, one after another."""
 
     def __init__(self, anatomy: Anatomy, config: Mapping[str, Any], *, seed: int) -> None:
         self.anatomy = anatomy
         self.seed = seed
-        # Sizes of the config that operations changed and layers share, by their key (`with_fields`).
+        # Sizes that operations changed and that layers share, by config key (`with_fields`).
         self.widths: dict[str, int] = {}
-        # The layers of the base that operations took out, by their numbers.
+        # By operation number, the base layers that the operation took out.
         self.dropped: dict[int, tuple[int, ...]] = {}
-        # The tensors outside the layers, by name: the base's in their order, then those that operations added.
+        # The tensors outside the layers, by name: the base's in their order, then the ones that operations added.
         self.outer = {name: Outer(Copy.of(info), None) for name, info in anatomy.outer.items()}
-        # Those of layers above the stack, by their suffixes.
+        # The tensors of layers above the stack, by suffix, one dict per layer.
         self.beyond = [{s: Outer(Copy.of(info), None) for s, info in tensors.items()} for tensors in anatomy.beyond]
-        # Of the trunk alone; `finish` writes back what grafts need.
+        # The config of the trunk without grafts; `finish` writes back what grafts need.
         self.config = native_config(config)
-        # What else operations change of config.json, each by a name of its own: made of the finished one, in order.
+        # Other changes of config.json, each under its own name; applied to the finished config, in order.
         self.config_edits: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-        # Of a text model that was taken out of a larger one: its tensors' names, by those that the base has for them.
+        # Where a text model was taken out of a larger one: the base's tensor name -> the output's tensor name.
         self.renamed: Mapping[str, str] | None = None
         self.couplings: dict[str, Coupling] = {}
         self.records: list[OperationRecord] = []
-        # Of a model that becomes one of another class: its config.json.
+        # Where the model becomes one of another class: the config.json of that class.
         self.converted: dict[str, Any] | None = None
         # Model-wide keys of `config.surgery`.
         self.settings: dict[str, Any] = settings_of(config)
         brought = grafts_of(config)
-        # The control states of all layers, which stand outside layers.
+        # The mixture's control states for all layers, which are stored outside the layers.
         self.bank = bank_of(config)
         if self.bank is not None:
             self.bank.tensors = {suffix: Copy.of(info) for suffix, info in anatomy.bank.items()}
@@ -143,25 +143,28 @@ class Draft:
             )
             for index, tensors in enumerate(anatomy.layers)
         ]
-        # Layers of the base that its own surgeries inserted, as far as they left grafts too.
+        # Layers that earlier surgeries of the base inserted; known only where those surgeries left grafts too.
         self.inserted_before = inserted_before(config)
 
     @property
     def number(self) -> int:
-        """The place in the plan of the operation that is at work."""
+        """Return the number, in the plan, of the operation that is at work."""
         return len(self.records)
 
     def set_outer(self, name: str, recipe: Recipe) -> None:
-        """Give a tensor outside the layers another value, or add it, in the name of the operation that is at work."""
+        """Replace or add a tensor outside the layers, recorded under the operation that is at work."""
         self.outer[name] = Outer(recipe, self.number)
 
     def add_coupling(self, coupling: Coupling) -> None:
-        """Keep a transport map for recipes to share; its name must be new, what it needs must be there."""
+        """Register a transport map that recipes share; its name must be new, and maps that it needs come before it."""
         assert coupling.name not in self.couplings, coupling.name
         self.couplings[coupling.name] = coupling
 
     def copy_of(self, source: int, *, operation: int, opened: bool = False) -> LayerDraft:
-        """A new layer with the native tensors of layer `source`, `opened` or not; its grafts are not copied."""
+        """Return a new layer with the native tensors of layer `source`; in full precision if `opened`.
+
+        Grafts are not copied.
+        """
         original = self.layers[source]
         unused = self.anatomy.unused(original.like)
         plain = {suffix: recipe for suffix, recipe in original.tensors.items() if suffix not in unused}
@@ -176,7 +179,10 @@ class Draft:
         )
 
     def insert(self, inserted: Mapping[int, list[LayerDraft]]) -> None:
-        """Put new layers into the gaps after the given layers (numbers of the stack as it stands)."""
+        """Insert new layers after the given layers (numbers of the current stack).
+
+        Raises BadInput where the model would have more than MOST_LAYERS layers.
+        """
         count = len(self.layers) + sum(len(layers) for layers in inserted.values())
         if count > MOST_LAYERS:
             raise BadInput(f"the model would grow to {count} layers; more than {MOST_LAYERS} is refused")
@@ -184,7 +190,7 @@ class Draft:
         for index, layer in enumerate(self.layers):
             stack.append(layer)
             stack.extend(inserted.get(index, ()))
-        # Sources are numbers of the stack before this edit (and, in older layers, of one still older): renumber.
+        # Sources are numbers of the stack before this edit, so renumber them.
         moved = {id(layer): new for new, layer in enumerate(stack)}
         renumbered = [moved[id(layer)] for layer in self.layers]
         for layer in stack:
@@ -192,7 +198,7 @@ class Draft:
         self.layers = stack
 
     def drop(self, numbers: Iterable[int], *, operation: int) -> None:
-        """Take layers (numbers of the stack as it stands) out of it."""
+        """Remove layers (numbers of the current stack) and record which base layers `operation` dropped."""
         gone = {id(self.layers[number]) for number in numbers}
         of_base = [layer.base for layer in self.layers if id(layer) in gone and layer.base is not None]
         stack = [layer for layer in self.layers if id(layer) not in gone]
@@ -205,14 +211,14 @@ class Draft:
         self.dropped[operation] = tuple(sorted(of_base))
 
     def kind_of(self, layer: int) -> LayerKind:
-        """The kind of a layer of the draft."""
+        """Return the kind of a layer of the draft; the full-precision kind where the layer is opened."""
         kind = self.anatomy.kinds[self.anatomy.kind_of[self.layers[layer].like]]
         return kind.opened if self.layers[layer].opened else kind
 
     def opened(self, layer: int) -> dict[str, Recipe]:
-        """A layer's recipes, by suffix, in full precision: what a new layer is made of, so that it can train.
+        """Return a layer's recipes by suffix, in full precision, so that a new layer made of them can train.
 
-        Without what old versions of transformers stored beside the parameters, and nothing reads.
+        Leaves out buffers that old versions of transformers stored next to the parameters and that nothing reads.
         """
         tensors, packed = self.layers[layer].tensors, self.kind_of(layer).packed
         scales = {found.scales for found in packed.values()} | self.anatomy.unused(self.layers[layer].like)
@@ -228,21 +234,21 @@ class Draft:
         return made
 
     def open(self, layer: int) -> None:
-        """Let a layer hold in full precision what it holds quantised."""
+        """Replace a layer's quantised tensors by full-precision ones."""
         home = self.layers[layer]
         if self.kind_of(layer).packed:
             home.tensors, home.opened = self.opened(layer), True
 
     @property
     def pattern(self) -> list[tuple[int, str]]:
-        """As the anatomy's, of the layers as they stand."""
+        """Return the anatomy's `pattern` entry for each layer of the current stack."""
         pattern = self.anatomy.pattern
         return [pattern[layer.like] for layer in self.layers]
 
     def dtype_of(self, layer: int) -> str:
-        """The dtype of a layer, whose tensors may have several: the largest's.
+        """Return the dtype of a layer's largest tensor.
 
-        Of a quantised layer it is what is new beside it is stored in.
+        For a quantised layer, return the dtype in which its new tensors are stored.
         """
         if self.kind_of(layer).packed:
             return _OPENED
@@ -250,15 +256,15 @@ class Draft:
         return max((tensors[part.suffix] for part in parts), key=lambda recipe: recipe.numel).dtype
 
     def blocks(self, layer: int) -> Mapping[str, str]:
-        """What a layer calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN)."""
+        """Return a layer's own names of the blocks that can take grafts, by their usual name (ATTENTION, FFN)."""
         return self.anatomy.blocks(self.layers[layer].like)
 
     def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
-        """The linear modules of a layer by their path in it, with their shape (out × in)."""
+        """Return the linear modules of a layer: path within the layer -> weight shape (out × in)."""
         return self.anatomy.linear(self.layers[layer].like)
 
     def parameters(self) -> int:
-        """Numbers in the model as it stands, grafts included; tied embeddings count once."""
+        """Return the number of parameters of the current model, grafts included; tied embeddings count once."""
         held = [recipe for layer in self.layers for recipe in layer.tensors.values()]
         grafts = [graft for layer in self.layers for graft in layer.grafts] + ([self.bank] if self.bank else [])
         held += [recipe for graft in grafts for recipe in graft.tensors.values()]
@@ -266,7 +272,7 @@ class Draft:
         return sum(recipe.numel for recipe in held)
 
     def finish(self) -> Blueprint:
-        """Number the layers, name the tensors and extend the config."""
+        """Number the layers, name the tensors, extend the config, and return the blueprint."""
         grafted = any(layer.grafts for layer in self.layers)
         config = self.converted
         if config is None:
@@ -318,14 +324,15 @@ class Draft:
         )
 
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:
-        """The tensors outside the layers; what holds a part for each layer gets those of new layers.
+        """Return the tensors outside the layers; a tensor with one part per layer gets parts for the new layers.
 
-        A new layer's part, and a branch's, is that of the layer it is like.
+        The part of a new layer, or of a branch, is the part of the layer that it is like.
         """
         found = self.anatomy.derivation
         twins, stored = twins_of([layer.grafts for layer in self.layers]), self.anatomy.twins
         layers, order = self.anatomy.sizes.layers, [layer.like for layer in self.layers]
-        # A branch runs with what its trunk layer is given; its own part lets shapes fit, and computes nothing.
+        # A branch runs with its trunk layer's inputs; its own part only makes the shapes fit, and nothing computes with
+        # it.
         place = {layer: layers + nth for nth, layer in enumerate(stored)}
         bases = [(twin, self.layers[twin].base) for twin in twins]
         order += [order[twin] if base is None else place.get(base, order[twin]) for twin, base in bases]
@@ -335,7 +342,8 @@ class Draft:
         branching = [graft for twin in twins for graft in self.layers[twin].grafts if graft.rules.branching]
         by = [self._last_of_depth, *(graft.operation for graft in branching)]
         last = max((operation for operation in by if operation is not None), default=len(self.records) - 1)
-        # Of another depth than the trunk's, so that what has a part for each layer has another shape.
+        # A depth other than the trunk's, so that a tensor with one part per layer changes its shape and can be
+        # recognised.
         full, depth = config, count
         if count == layers:
             full, depth = self._of_other_depth()
@@ -355,9 +363,9 @@ class Draft:
         return made
 
     def _of_other_depth(self) -> tuple[Mapping[str, Any], int]:
-        """A config of the base's type with another number of layers, and that number; the base's own if there is none.
+        """Return a config of the base's type with another depth, and that depth; the base's own where there is none.
 
-        With twins it is the base's own, whose tail they are.
+        Where the base has twins, return the base's own config, with the twins as its last layers.
         """
         found, layers, twins = self.anatomy.derivation, self.anatomy.sizes.layers, self.anatomy.twins
         if twins:
@@ -368,10 +376,10 @@ class Draft:
             return self.config, layers
 
     def _with_shared(self, outputs: list[Output]) -> tuple[list[Output], dict[int, tuple[str, ...]]]:
-        """The tensors outside the layers, those of blocks that layers share where these layers want them now.
+        """Return the tensors outside the layers, with blocks that layers share moved to their new owners.
 
-        A new layer that has tensors of its own in such a block gets copies of those of the layer that it is like. The
-        second are the tensors that were a dropped layer's alone, by the operation.
+        A new layer that has its own tensors in such a block gets copies of the tensors of the layer that it is like.
+        The second result gives, by operation, the tensors that only dropped layers used.
         """
         shared = {output.name: output for output in outputs if layer_of(output.name) is not None}
         order, last = [layer.like for layer in self.layers], self._last_of_depth
@@ -398,12 +406,12 @@ class Draft:
 
     @property
     def _last_of_depth(self) -> int | None:
-        """The last operation that changed which layers there are."""
+        """Return the last operation that changed which layers there are."""
         made_by = [layer.operation for layer in self.layers if layer.operation is not None]
         return max([*made_by, *self.dropped], default=None)
 
     def trunk_config(self) -> dict[str, Any]:
-        """The config of the layers alone, as it is without grafts."""
+        """Return the config of the layers as it would be without grafts."""
         order = [layer.like for layer in self.layers]
         opened = [index for index, layer in enumerate(self.layers) if layer.opened]
         unchanged = order == list(range(self.anatomy.sizes.layers)) and not opened
@@ -421,7 +429,7 @@ class Draft:
         return made
 
     def _graft_modules(self) -> list[str]:
-        """What transformers' model calls the modules that hold tensors of grafts; a twin, and a bank, are one."""
+        """Return transformers' names of the modules that hold grafts' tensors; a twin, or a bank, is one module."""
         found: list[str] = []
         for index, layer in enumerate(self.layers):
             for suffix in (suffix for graft in layer.grafts for suffix in graft.tensors):
@@ -433,7 +441,7 @@ class Draft:
 
 
 def _moved(output: Output, name: str, operation: int) -> Output:
-    """A tensor of the base under its new name, where that is another: the same bytes, which the model computes with."""
+    """Return a tensor of the base under its new name, if that differs: the same bytes, still used by the model."""
     if name == output.name:
         return output
     assert isinstance(output.recipe, Copy), output.name
@@ -441,7 +449,7 @@ def _moved(output: Output, name: str, operation: int) -> Output:
 
 
 def _check_like(stem: str, layer: LayerDraft, kind: LayerKind) -> None:
-    """Raise BadInput for a tensor of a new layer that an operation made in another shape than its kind has."""
+    """Raise BadInput where an operation made a new layer's tensor in a shape that its kind does not have."""
     for part in kind.parts:
         recipe = layer.tensors.get(part.suffix)
         if recipe is not None and part.suffix not in layer.rewritten and recipe.shape != part.shape:
@@ -452,7 +460,7 @@ def _check_like(stem: str, layer: LayerDraft, kind: LayerKind) -> None:
 
 
 def _check_stored(output: Output) -> None:
-    """Raise BadInput for what would be computed of, or stored as, a quantised tensor, which is only ever moved."""
+    """Raise BadInput where a quantised tensor, which can only be moved, would be computed or computed with."""
     recipe = output.recipe
     if output.computed:
         odd = next((each.dtype for each in _inside(recipe) if each.dtype not in FLOAT_DTYPES), None)
@@ -467,14 +475,14 @@ def _check_stored(output: Output) -> None:
 
 
 def _inside(recipe: Recipe) -> Iterator[Recipe]:
-    """A recipe and all that it is made of, as far as it is numbers: what is dequantised is not."""
+    """Yield a recipe and the recipes it is made of, without the stored inputs of dequantised tensors."""
     yield recipe
     for source in () if isinstance(recipe, (Dequantised, Unpacked)) else recipe.inputs:
         yield from _inside(source)
 
 
 def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> list[Graft]:
-    """Hand a layer's graft tensors to the grafts that own them; BadInput where one has no owner."""
+    """Give each graft tensor of a layer to the graft that owns it. Raises BadInput where no graft owns it."""
     for suffix, info in tensors.items():
         owner = next((graft for graft in grafts if graft.owns(suffix)), None)
         if owner is None:

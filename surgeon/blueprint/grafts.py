@@ -1,7 +1,7 @@
 """Grafts as data: their entry in `config.surgery`, their tensors' recipes, and the config of a grafted output.
 
-A graft is a module that the native architecture lacks; its code ships beside the weights (`surgeon.runtime`). Layer
-numbers are left out of a graft until the output's layers are numbered, so that it moves with its layer.
+A graft is a module that the native architecture lacks; its code is stored next to the weights (`surgeon.runtime`). A
+graft has no layer number until the output's layers are numbered, so that it moves with its layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from surgeon.runtime.spread import for_each_layer
 
 
 def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:
-    """The recipe of a tensor that is born so; `key` seeds it where it is random."""
+    """Return the recipe that makes a tensor with this initial value; `key` seeds it where it is random."""
     match birth:
         case Values(values=values):
             return Constant(values, dtype, birth.shape)
@@ -34,7 +34,7 @@ def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:
 
 
 def recipes_of(births: Mapping[str, Birth], prefix: str, key: str, dtype: str) -> dict[str, Recipe]:
-    """Recipes of all tensors of a graft whose names begin with `prefix`; `key` is what their seeds' keys begin with."""
+    """Return recipes of a graft's tensors whose names begin with `prefix`; the keys of seeds begin with `key`."""
     return {f"{prefix}{name}": recipe_of(birth, f"{key}{prefix}{name}", dtype) for name, birth in births.items()}
 
 
@@ -42,9 +42,9 @@ def recipes_of(births: Mapping[str, Birth], prefix: str, key: str, dtype: str) -
 class Graft:
     """One graft of one layer.
 
-    `entry` is its entry in `config.surgery[kind]` without layer numbers; `tensors` are its recipes by suffix (what
-    follows `layers.{i}.`). `operation` made it, None where the base brought it. `in_branch` says that it stands
-    inside the layer's expanded twin.
+    `entry` is its entry in `config.surgery[kind]` without layer numbers; `tensors` are its recipes by suffix (the part
+    of the name after `layers.{i}.`). `operation` made it; None where the base brought it. `in_branch`: it is inside the
+    layer's expanded twin.
     """
 
     kind: str
@@ -55,26 +55,26 @@ class Graft:
 
     @property
     def rules(self) -> Kind:
-        """What holds of all grafts of its kind."""
+        """Return the rules that apply to all grafts of its kind."""
         return kinds()[self.kind]
 
     @property
     def text(self) -> str:
-        """What preview says of it: `control block, lerp`; `adapter of 512, relu gate`; `slot 1 of rank 4`."""
+        """Return its text for preview: `control block, lerp`; `adapter of 512, relu gate`; `slot 1 of rank 4`."""
         return self.rules.text(self.entry, " in the branch" if self.in_branch else "")
 
     @property
     def sign(self) -> str:
-        """One or two characters for it in pictures of the layers."""
+        """Return one or two characters that stand for it in pictures of the layers."""
         return self.rules.sign(self.entry)
 
     def twin(self, operation: int) -> Graft:
-        """The same graft inside the layer's expanded twin, where it trains: its tensors begin as copies."""
+        """Return the same graft inside the layer's expanded twin, where it trains: its tensors begin as copies."""
         tensors = {f"{BRANCH}{suffix}": recipe for suffix, recipe in self.tensors.items()}
         return Graft(self.kind, self.rules.thawed(self.entry), tensors, operation, in_branch=True)
 
     def owns(self, suffix: str) -> bool:
-        """Whether a tensor of its layer, by what follows `layers.{i}.`, is one of the graft's."""
+        """Return whether the tensor `layers.{i}.<suffix>` of its layer belongs to the graft."""
         owner = owner_of(suffix)
         if owner is None or owner.key != self.kind:
             return False
@@ -82,7 +82,7 @@ class Graft:
 
 
 def grafts_of(config: Mapping[str, Any]) -> dict[int, list[Graft]]:
-    """The grafts that a base brings, by trunk layer, without tensors; marked frozen, as no new surgery made them."""
+    """Return a base's grafts by trunk layer, without tensors; marked frozen, because this plan did not make them."""
     found: dict[int, list[Graft]] = {}
     if not is_grafted(config):
         return found
@@ -100,14 +100,14 @@ def grafts_of(config: Mapping[str, Any]) -> dict[int, list[Graft]]:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `config.surgery` that are of no layer and no bank (losses' weights), as a base has them."""
+    """Return the keys of `config.surgery` that concern no layer and no bank, such as the weights of losses."""
     surgery = config.get("surgery")
     keys = [key for rules in GRAFTS.values() for key in rules.settings]
     return {key: copy.deepcopy(surgery[key]) for key in keys if key in surgery} if isinstance(surgery, Mapping) else {}
 
 
 def inserted_before(config: Mapping[str, Any]) -> frozenset[int]:
-    """Layers of a base that its surgeries inserted, as its config names them: from the first one with grafts on."""
+    """Return the layers that earlier surgeries inserted, as the config lists them (from the first with grafts on)."""
     if not is_grafted(config):
         return frozenset()
     surgery = for_each_layer(config["surgery"])
@@ -115,13 +115,13 @@ def inserted_before(config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def bank_of(config: Mapping[str, Any]) -> Graft | None:
-    """The control states that a base brings, all layers' together, without tensors; marked frozen."""
+    """Return a base's control states for all layers, as one frozen graft without tensors; None if it has none."""
     mixture = config["surgery"].get("mixture") if is_grafted(config) else None
     return None if mixture is None else Graft("mixture", kinds()["mixture"].kept(mixture))
 
 
 def twins_of(grafts: Sequence[Sequence[Graft]]) -> list[int]:
-    """The layers that have an expanded twin; `grafts[i]` are those of layer i."""
+    """Return the layers that have an expanded twin; `grafts[i]` are the grafts of layer i."""
     return [index for index, here in enumerate(grafts) if any(graft.rules.branching for graft in here)]
 
 
@@ -133,7 +133,7 @@ def described_surgery(
     settings: Mapping[str, Any],
     bank: Graft | None,
 ) -> dict[str, Any]:
-    """What `config.surgery` says of an output whose layer i carries `grafts[i]`; branches are layers of the tail."""
+    """Return `config.surgery` of an output whose layer i has `grafts[i]`; branches get the numbers after the trunk."""
     branch = {layer: len(grafts) + nth for nth, layer in enumerate(twins_of(grafts))}
     surgery: dict[str, Any] = {"trunk_layers": len(grafts)}
     for index, here in enumerate(grafts):

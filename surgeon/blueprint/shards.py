@@ -1,7 +1,7 @@
-"""Which output tensor goes into which shard.
+"""The assignment of output tensors to shards.
 
-Base tensors keep their shard and order, so that a shard is one pass over its base shard; new tensors
-go into separate shards, so that a surgery's delta is a set of files.
+Base tensors keep their shard and order, so that a shard is one pass over its base shard; new tensors go into separate
+shards, so that a surgery's delta is a set of files.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor data."""
+        """Return the bytes of tensor data."""
         return sum(output.nbytes for output in self.outputs)
 
 
 def header_of(shard: Shard, twin: Header | None) -> tuple[bytes, list[tuple[int, int]]]:
-    """What stands before the data of a shard's file, and each tensor's (begin, end) in the file.
+    """Return the bytes before the data of a shard's file, and each tensor's (begin, end) in the file.
 
-    Its data lies as in the `twin` (the header of the file that it mirrors), modulo the alignment that arithmetic on
-    mapped weights depends on. Shards of saved checkpoints begin at multiples of eight; where one does not, nothing
-    can be copied in kind.
+    The data has the same alignment as in the `twin` (the header of the file that it mirrors), because arithmetic on
+    mapped weights depends on it. Shards of saved checkpoints begin at multiples of eight; where one does not, the shard
+    cannot equal its twin (`is_unchanged`).
     """
     entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
     begins = 0 if twin is None else twin.data_begin
@@ -44,9 +44,9 @@ def header_of(shard: Shard, twin: Header | None) -> tuple[bytes, list[tuple[int,
 
 
 def is_unchanged(shard: Shard, data: Pieces, place: str, twin: Header) -> bool:
-    """Whether a shard's file is that at `place` with the header `twin`, byte for byte, the header as it was written.
+    """Return whether a shard's file equals the file at `place`, with header `twin`, byte for byte, header included.
 
-    `data` says of which files the shard's data is made.
+    `data` lists the files that the shard's data is made of.
     """
     named = [(info.name, info.dtype, info.shape) for info in twin.tensors]
     same = named == [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
@@ -56,7 +56,7 @@ def is_unchanged(shard: Shard, data: Pieces, place: str, twin: Header) -> bool:
 def lay_out(
     outputs: Sequence[Output], base: Mapping[str, TensorInfo], *, max_new_shard_bytes: int = MAX_NEW_SHARD_BYTES
 ) -> tuple[Shard, ...]:
-    """Shards of `outputs`: the base's first, then the new ones, cut between layers at `max_new_shard_bytes`."""
+    """Return the shards of `outputs`: the base's first, then new ones, cut between layers at `max_new_shard_bytes`."""
     mirrored: dict[str, list[Output]] = {}
     for output in outputs:
         if not output.new:
@@ -73,12 +73,12 @@ def lay_out(
 
 
 def _source(output: Output, base: Mapping[str, TensorInfo]) -> TensorInfo:
-    """The (first) tensor of the base whose bytes an output moves."""
+    """Return the (first) tensor of the base whose bytes an output moves."""
     return base[output.pieces.spans[0].tensor]
 
 
 def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:
-    """Outputs of the same layer together, in the order in which layers first occur."""
+    """Group outputs of the same layer, in the order in which layers first occur."""
     layers: dict[str, list[Output]] = {}
     for output in outputs:
         before, _, after = output.name.partition("layers.")

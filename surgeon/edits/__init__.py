@@ -1,1 +1,1 @@
-"""Every operation beside those of the papers: a file each, which nothing else names; what two share has its own."""
+"""All operations outside `surgeon.operations`, one module each, found by its place; shared code has its own modules."""

@@ -1,8 +1,8 @@
-"""A PEFT adapter sorted by what it changes: for each tensor of the base the steps that merge it, none left over.
+"""A PEFT adapter sorted by what it changes: for each tensor of the base, the steps that merge the adapter into it.
 
-PEFT names an adapter's tensors by modules of transformers' model in memory, or of an older one, whose names the
-checkpoint may still have. Every tensor must find its place, and every place that the adapter's config names must find
-its tensors: what is missing, too much, or of another shape is refused by name.
+PEFT names an adapter's tensors by the modules of transformers' model in memory, or of an older one, whose names the
+checkpoint may still use. Every tensor of the adapter must have a place in the base, and every place that the adapter's
+config names must have its tensors: a missing tensor, a surplus tensor or a wrong shape raises BadInput with its name.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _OF_LORA = re.compile(
     re.DOTALL,
 )
 _BASE = ".base_layer"
-# Heads for other tasks than the next word.
+# Heads for other tasks than predicting the next token.
 _HEADS = ("score.", "classifier.", "qa_outputs.", "v_head.")
-# What PEFT lays around a parameter that it saves whole.
+# Name parts that PEFT adds around a parameter that it saves whole.
 _AS_LAID = re.compile(r"\.(token_adapter\.)?base_layer\.|\.modules_to_save\.(default\.)?")
 _SAVED = re.compile(r"\.modules_to_save\.(default\.)?")
-# A module, and what is said of it: changes beside it, or a parameter of its own.
+# A module's name, and the rest: a change to the module, or one of its own parameters.
 _OF_MODULE = re.compile(r"(.+?)((?:\.base_layer)*\.(?:lora_.+|token_adapter\..+|\w+))", re.DOTALL)
 _A_LAYER = re.compile(r"\.\d+\.")
 
@@ -41,10 +41,10 @@ _A_LAYER = re.compile(r"\.\d+\.")
 class Sorted:
     """An adapter's tensors by the places that they change, in the order of their names.
 
-    `called` is the plan's name for the adapter, `weight` by how much it counts. `pairs` are its products by the paths
-    of modules, or parameters, that they adapt. `apart`: it gives tied embeddings and the head values of their own;
-    else, and in any case by `shared` steps, both change alike. `rows` are those of embeddings that were trained after
-    they were resized.
+    `called` is the plan's name for the adapter, `weight` the factor of its changes. `pairs` are its low-rank products
+    by the path of the module, or parameter, that they adapt. `apart`: the adapter gives tied embeddings and head
+    different values; otherwise, and always for `shared` steps, both change alike. `rows` is the number of embedding
+    rows, where they were resized before training.
     """
 
     called: str
@@ -60,9 +60,9 @@ class Sorted:
     _square: list[tuple[str, Product, Experts]] = field(default_factory=list)
 
     def sort(self) -> dict[str, list[Step]]:
-        """The steps of each place, by its parameter. Raises BadInput, which names a tensor that does not fit."""
+        """Return the steps of each place, by its parameter. Raises BadInput, which names a tensor that does not fit."""
         groups: dict[str, dict[str, str]] = {}
-        # What it keeps of modules as they were before `modules_to_save`, PEFT does not read.
+        # PEFT does not read its copies of modules as they were before `modules_to_save`.
         read = [name for name in self.adapter.tensors if ".original_module." not in name]
         for tensor in read:
             name = unwrapped(tensor).removeprefix(_PEFT)
@@ -88,10 +88,13 @@ class Sorted:
         self.apart |= self._heads_differ()
         return self.steps
 
-    # One kind of tensor after the other.
+    # Methods that each add one kind of tensor.
 
     def _add_pair(self, module: str, tensors: Mapping[str, str]) -> None:
-        """A LoRA's matrices at a module, or at a parameter: of several of one module PEFT nests the first innermost."""
+        """Add a LoRA's matrices at a module, or at one of its parameters.
+
+        Where a module has several adapted parameters, PEFT nests the wrappers; the first parameter is the innermost.
+        """
         own = module
         while own.endswith(_BASE):
             own = own.removesuffix(_BASE)
@@ -111,11 +114,12 @@ class Sorted:
             self._add_product(parameter, parameter, tensors)
 
     def _add_product(self, parameter: str, path: str, tensors: Mapping[str, str]) -> None:
-        """A LoRA's matrices, and what stands beside them; patterns of ranks and alphas name it by `path`."""
+        """Add a LoRA's matrices, magnitude and bias; `path` is the name that rank and alpha patterns match."""
         first, module = next(iter(tensors.values())), parameter.rpartition(".")[0]
         place = self._place(parameter, first)
         by_module = path != parameter
-        # By the name that it was trained under, or has in memory; with no targets PEFT has its own, and ties others.
+        # The config may use the name in training or in memory. Without targets PEFT uses its own; tied modules need
+        # none.
         called = (path.replace(_BASE, ""), place.parameter.removesuffix(".weight"))
         named = any(self.settings.names(each, place.form) for each in called) or self._is_tied(place)
         if by_module and self.settings.targets != [] and not named:
@@ -149,7 +153,7 @@ class Sorted:
             raise self._refused(up, "its config says `lora_bias`, and no lora_B.bias is beside it; was the file cut?")
 
     def _read_experts(self, parameter: str, experts: Experts, tensors: Mapping[str, str]) -> None:
-        """A LoRA's matrices for all experts: expert e's are r rows of A, and columns e, e + E … of B."""
+        """Add a LoRA's matrices for all experts: expert e has r rows of A, and columns e, e + E … of B."""
         down, up = self._pair(tensors, _PAIR)
         if len(tensors) > 2:
             other = next(name for what, name in tensors.items() if what not in _PAIR)
@@ -186,7 +190,7 @@ class Sorted:
         self.pairs[parameter] = product
 
     def _packing(self, product: Product, experts: Experts) -> bool:
-        """Whether a pair for square matrices is turned: as others of the adapter are, or as its PEFT did it."""
+        """Return whether a pair for square matrices is transposed, by the adapter's other pairs or its PEFT."""
         others = {each.turned for each in self.pairs.values() if each.expert is not None}
         if len(others) == 1:
             return others.pop()
@@ -223,7 +227,7 @@ class Sorted:
         return self._of(found)
 
     def _add_tokens(self, module: str, tensor: str) -> None:
-        """Rows of embeddings that were trained by themselves."""
+        """Add rows of embeddings that were trained separately (`trainable_token_indices`)."""
         module = module.removesuffix(_BASE)
         place = self._place(f"{module}.weight", tensor)
         ids = next((ids for name, ids in self.settings.tokens.items() if not name or ends(module, name)), None)
@@ -242,7 +246,7 @@ class Sorted:
         self.shared += [step] if place.form == "embedding" else []
 
     def _add_whole(self, tensor: str, name: str) -> None:
-        """A parameter that was trained whole, or saved with the adapter."""
+        """Add a parameter that was trained whole, or saved with the adapter."""
         path, _, key = _AS_LAID.sub(".", name).rpartition(".")
         place = self._place(f"{path}.{key}", tensor)
         below = _BASE in name
@@ -255,22 +259,22 @@ class Sorted:
             if self.weight != 1.0:
                 raise self._refused(tensor, "other rows than the base's, which count whole; leave `weight` out")
         self._check_shape(tensor, place.shape)
-        # What else changes the tensor comes after.
+        # Inserted first: other changes of the tensor apply after it.
         self.steps.setdefault(place.parameter, []).insert(0, step := Trained(self._of(tensor), self.weight))
         if self._is_tied(place):
             alone = self.settings.saves(path)
             self.apart |= alone
-            # Around whichever of the two PEFT laid a change, what is inside was both.
+            # If PEFT wrapped either of the two, the values inside belong to both.
             self.shared += [step] if (below or place.form == "embedding") and not alone else []
 
     def _is_tied(self, place: Place) -> bool:
-        """Whether a tensor is one of embeddings and head that are the same in the base."""
+        """Return whether a tensor is the embeddings or the head of a base that ties them."""
         if place.layer is not None or place.form not in ("linear", "embedding") or (tied := self.model.tied) is None:
             return False
         return place.parameter in (tied.reads.parameter, tied.head.parameter)
 
     def _heads_differ(self) -> bool:
-        """Whether a tied head has values that the embeddings have not."""
+        """Return whether a tied head has trained values that the embeddings do not have."""
         changed = (self.model.find(name) for name in self.steps)
         if (
             not any(place is not None and self._is_tied(place) for place in changed)
@@ -287,16 +291,17 @@ class Sorted:
         )
         return not own <= other
 
-    # What must be there.
+    # Checks that everything is there.
 
     def _check_complete(self) -> None:
-        """Raise BadInput where the config names a module, and the adapter has nothing for it."""
+        """Raise BadInput where the config names a module and the adapter has no tensors for it."""
         settings = self.settings
         for place in self.model.places.values():
             if place.parameter in self.steps:
                 continue
             module, _, key = place.parameter.rpartition(".")
-            # Of a tower for images, which PEFT may not have seen, all of a kind or none.
+            # PEFT may not have seen the modules of an image tower, so these must be complete only if one of the kind is
+            # there.
             seen = module.startswith(f"{self.model.stack}.") or not _A_LAYER.search(module) or self._has_kind(module)
             if seen and key == "weight" and place.form in _LORA_FORMS and settings.names(module, place.form):
                 raise self._lacking(place.parameter, "`target_modules`", of_expert=place.expert is not None)
@@ -317,14 +322,14 @@ class Sorted:
                 for s in steps
                 if isinstance(s, Trained) and s.rows
             }
-            # Of a tied pair PEFT keeps the same rows once.
+            # PEFT saves the same rows of a tied pair once.
             same = self.model.tied is not None and ids in tokens.values()
             if not same and not any(not name or ends(path, name) for path in tokens):
                 reads = (each.parameter for each in self.model.places.values() if each.form == "embedding")
                 raise self._lacking(name or next(reads, "the embeddings"), "`trainable_token_indices`")
 
     def _has_kind(self, module: str) -> bool:
-        """Whether the adapter changes the same module of any layer."""
+        """Return whether the adapter changes the same module in any layer."""
         return _A_LAYER.sub(".*.", module) in self._kinds
 
     @cached_property
@@ -332,12 +337,12 @@ class Sorted:
         return {_A_LAYER.sub(".*.", parameter.rpartition(".")[0]) for parameter in self.steps}
 
     def _check_used(self, tensors: Iterable[str]) -> None:
-        """Each of these tensors must be in a step."""
+        """Raise BadInput where one of these tensors is in no step."""
         used = [each.tensor for steps in self.steps.values() for step in steps for each in step.inputs]
         if left := {*tensors} - set(used):
             raise self._refused(min(left), "surgeon has no place for it")
 
-    # Small steps.
+    # Small helpers.
 
     @property
     def _shown(self) -> str:
@@ -397,19 +402,19 @@ _LORA_FORMS = ("linear", "turned", "embedding")
 
 
 def name_for_peft(tensor: str, model: Model) -> str:
-    """What PEFT calls an adapter's tensor, whose name may have more or less before the name of the base's module."""
+    """Return PEFT's name for an adapter's tensor, with the name of the base's module in it."""
     name = _SAVED.sub(".", unwrapped(tensor).removeprefix(_PEFT))
     if (found := _OF_MODULE.fullmatch(name)) is not None:
         module, what = found.groups()
         place = model.find(f"{module}.weight")
-        # Parts of experts, which are no modules any more, PEFT finds by their older names.
+        # Experts' parts are no longer modules in transformers; PEFT finds them by their older names.
         if place is not None and ends(place.parameter, f"{module.rpartition('.')[2]}.weight"):
             name = place.parameter.removesuffix(".weight") + what
     return _PEFT + name
 
 
 def sets_whole(step: Step) -> TypeGuard[Trained]:
-    """Whether a step puts trained values in the place of all rows."""
+    """Return whether a step puts in, or adds, trained values for all rows."""
     return isinstance(step, Trained) and step.rows is None
 
 
@@ -418,5 +423,5 @@ def _is_head(path: str) -> bool:
 
 
 def deltas(steps: Mapping[str, list[Step]]) -> Iterator[tuple[str, Product]]:
-    """Every product, with the parameter that it is added to."""
+    """Yield every low-rank product, with the parameter that it is added to."""
     return ((name, step) for name, of in steps.items() for step in of if isinstance(step, Product))

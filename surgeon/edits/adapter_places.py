@@ -1,7 +1,7 @@
-"""What a PEFT adapter's config says of what it changes, read as PEFT reads it, and where its tensors belong.
+"""The settings of a PEFT adapter's config, read as PEFT reads them, and the places of its tensors in a base.
 
-They belong to parameters of transformers' model in memory. A parameter is a tensor of the checkpoint, or that of all
-experts, which may be stored as a tensor for each expert; or the output head of a model whose embeddings it shares.
+A place is a parameter of transformers' model in memory. On disk it is one tensor of the checkpoint; or, for a parameter
+of all experts, one tensor or a tensor for each expert; or the output head of a model with tied embeddings.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from surgeon.edits.embeddings import head_tensors
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Spec
 
-# From this release on PEFT reads a parameter of all experts as experts by outputs by inputs; before, the other way
-# round, but for classes that say so themselves.
+# From this release on, PEFT reads a parameter of all experts as experts × outputs × inputs; before, as experts × inputs
+# × outputs, except for classes that declare their layout.
 _OTHER_PACKING = (0, 19)
 _RELEASE = re.compile(r"(\d{1,4})\.(\d{1,4})\.\d{1,4}(\.post\d+)?(\+.*|@.*)?", re.DOTALL)
 
 
 class Settings(Spec):
-    """What an adapter's config says of what it changes; lists of names are PEFT's.
+    """The settings of an adapter's config that decide what it changes; lists of names work as in PEFT.
 
-    `targets` are None where a regular expression names them, `pattern`; so is `excluding` for `exclude_modules`, empty
-    where these are a list. `layers_pattern` are names of lists of
-    layers. `tokens` are ids by names of modules; by no name, of the embeddings. `parameters` are `target_parameters`,
-    `saved_by` is the release of PEFT.
+    `targets` is None where `pattern`, a regular expression, names the targets; `excluding` is such an expression for
+    `exclude_modules`, empty where these are a list. `layers_pattern` are names of lists of layers. `tokens` maps names
+    of modules to token ids; the empty name means the embeddings. `parameters` are `target_parameters`, `saved_by` is
+    the release of PEFT.
     """
 
     rank: Annotated[int, Field(ge=1)]
@@ -56,7 +56,7 @@ class Settings(Spec):
     saved_by: str = ""
 
     def rank_of(self, module: str) -> int:
-        """The rank at a module, or at one of `target_parameters`, by its path."""
+        """Return the rank at a module, or at one of `target_parameters`, by its path."""
         return int(matched(self.rank_pattern, module, self.rank, self._matcher))
 
     @cached_property
@@ -64,7 +64,10 @@ class Settings(Spec):
         return Matcher(ADAPTER_CONFIG)
 
     def names(self, module: str, form: str = "linear") -> bool:
-        """Whether `targets` or `pattern` name a module of a form, as PEFT's `check_target_module_exists` reads them."""
+        """Return whether `targets` or `pattern` name a module, by the rules of PEFT's `check_target_module_exists`.
+
+        `form` is one of `FORMS`.
+        """
         if self.excluding and self._matcher.whole(self.excluding, module):
             return False
         if any(ends(module, name) for name in self.excluded) or self.saves(module):
@@ -78,7 +81,7 @@ class Settings(Spec):
         return not self.layers or self._number(module) in self.layers
 
     def _number(self, module: str) -> int | None:
-        """The number of a module's layer: the first in its path, or the first behind one of `layers_pattern`."""
+        """Return the number of a module's layer: the first in its path, or the first after one of `layers_pattern`."""
         steps = module.split(".")
         numbers = [at for at, step in enumerate(steps[:-1]) if at and step.isdecimal()]
         if not self.layers_pattern:
@@ -87,22 +90,22 @@ class Settings(Spec):
         return next((int(steps[at]) for at in found), None)
 
     def saves(self, path: str) -> bool:
-        """Whether `modules_to_save` name a module, or one around it: by the end of its name, as `norm` any norm."""
+        """Return whether `modules_to_save` name a module or one around it; a name matches ends of paths, as in PEFT."""
         return any(f"{name}." in f"{path}." for name in self.saved)
 
     def targets_parameter(self, path: str) -> bool:
-        """Whether `target_parameters` name a parameter."""
+        """Return whether `target_parameters` name a parameter."""
         return any(ends(path, name) for name in self.parameters)
 
     @property
     def packs_outputs_first(self) -> bool | None:
-        """Which way round its PEFT read parameters of all experts; None: its config does not say."""
+        """Return whether its PEFT stores experts outputs × inputs; None where the config does not give the version."""
         found = _RELEASE.fullmatch(self.saved_by)
         return None if found is None else (int(found[1]), int(found[2])) >= _OTHER_PACKING
 
 
 def settings_of(folder: AdapterFolder) -> Settings:
-    """An opened adapter's. Raises BadInput for values that are none."""
+    """Return an opened adapter's settings. Raises BadInput for invalid values."""
     config, shown = folder.config, folder.shown
     targets, layers, tokens = (
         config.get(k) for k in ("target_modules", "layers_to_transform", "trainable_token_indices")
@@ -133,24 +136,24 @@ def settings_of(folder: AdapterFolder) -> Settings:
 
 
 def ends(path: str, name: str) -> bool:
-    """Whether a path is a name, or ends in it."""
+    """Return whether a path equals a name, or ends in it."""
     return path == name or path.endswith(f".{name}")
 
 
-# What a parameter is to the module that has it: a linear module's matrix, outputs by inputs or `turned`; an embedding;
-# the matrices of all experts, each outputs by inputs or turned; anything else.
+# The form of a parameter: the matrix of a linear module, outputs × inputs or transposed ("turned"); an embedding; the
+# matrices of all experts, each outputs × inputs or transposed; anything else.
 FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
 
 
 @kept
 def parameters(base: Derivation) -> dict[str, tuple[str, str]]:
-    """Every parameter of transformers' model, by its name: where it is stored, and its form.
+    """Return every parameter of transformers' model by its name: the tensor that stores it, and its form.
 
-    It is stored as a tensor of its own (its name on disk), or as several, or as another's (empty). The form is one
-    of `FORMS`.
+    The tensor's name is empty where several tensors store the parameter, or another parameter's tensor does. The form
+    is one of `FORMS`.
     """
     names, stack = base.seen.names, base.stack
-    # What several layers compute with is more than the parameter of one of them.
+    # A tensor that several layers share is not a parameter of one layer.
     model = base.seen.skeleton.model
     shared = {of for name, of in model.all_tied_weights_keys.items() if name.startswith(f"{stack}.")}
     stored = {target: name for name, target in names.outer.items() if target and target not in shared}
@@ -168,7 +171,7 @@ def parameters(base: Derivation) -> dict[str, tuple[str, str]]:
 
 
 def _form(module: Any, key: str) -> str:
-    """The form of a module's parameter, one of `FORMS`."""
+    """Return the form of a module's parameter, one of `FORMS`."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -181,10 +184,10 @@ def _form(module: Any, key: str) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter of transformers' model: what it is called there and on disk, its form there, its shape on disk.
+    """A parameter of transformers' model: its name there and on disk, its form there, its shape on disk.
 
-    `layer` is the base's layer that it belongs to, `suffix` what it is called in it. With `expert`, it is stored for
-    one expert or for all; of one expert, `rows` are those of the parameter that it is (None: all).
+    `layer` is the base's layer that it belongs to, `suffix` its name within that layer. With `expert`, it is stored for
+    one expert or for all; for one expert, `rows` are the rows of the parameter that this tensor stores (None: all).
     """
 
     parameter: str
@@ -198,15 +201,15 @@ class Place:
 
     @property
     def layout(self) -> ExpertLayout:
-        """How each expert's matrix is stored, rows in the order that the model has them in."""
+        """Return how each expert's matrix is stored; its rows are in the model's order."""
         return ExpertLayout(self.expert is not None and self.expert.transposed, interleaved=False)
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The matrices of all experts, which transformers has in one parameter: `count` of them, `rows` by `columns` each.
+    """The matrices of all experts in one parameter of transformers: `count` experts, `rows` × `columns` each.
 
-    `turned`: transformers says that its parameter holds them inputs by outputs.
+    `turned`: transformers declares that the parameter holds them inputs × outputs.
     """
 
     places: tuple[Place, ...]
@@ -218,7 +221,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Tied:
-    """Embeddings, and an output head that is the same tensor; as a tensor of its own it has the `stored` name."""
+    """Embeddings, and an output head tied to them; `head.stored` is the name that an untied head would have."""
 
     reads: Place
     head: Place
@@ -226,9 +229,9 @@ class Tied:
 
 @dataclass(frozen=True)
 class Model:
-    """The parameters of a base as transformers has them in memory, by name and in its order; `stack` are its layers.
+    """The parameters of a base as in transformers' memory, by name and in order; `stack` is the path of its layers.
 
-    `experts` are those that hold the matrices of all experts of a layer.
+    `experts` are the parameters that hold the matrices of all experts of a layer.
     """
 
     places: Mapping[str, Place]
@@ -238,7 +241,7 @@ class Model:
 
     @classmethod
     def of(cls, anatomy: Anatomy) -> Model:
-        """The base's."""
+        """Return the parameters of a base."""
         known = {name: (info.shape, None, "") for name, info in anatomy.outer.items()} | {
             info.name: (info.shape, index, suffix)
             for index, held in enumerate(anatomy.layers)
@@ -255,23 +258,23 @@ class Model:
         return cls(places | every, stack, experts, anatomy)
 
     def find(self, name: str) -> Place | None:
-        """A place by its parameter's name in memory, whatever class holds the text model, or on disk."""
+        """Return a place by its parameter's name, in memory (whatever class holds the text model) or on disk."""
         found = self.places.get(name) or self._bare_places.get(self._bare(name)) or self._stored.get(name)
         if found is not None and not found.stored and found.layer is None and self.tied is not None:
             return self.tied.head if self.tied.head.parameter == found.parameter else found
         return found
 
     def parameters_of(self, module: str) -> list[str]:
-        """The parameters that a module has itself, in its order."""
+        """Return the names of the parameters that a module itself has, in order."""
         return self._held.get(self._bare(module), [])
 
     def has_tokens(self, place: Place) -> bool:
-        """Whether a parameter outside the layers has a row for each token."""
+        """Return whether a parameter outside the layers has a row for each token."""
         return place.layer is None and place.shape[:1] == (self._anatomy.sizes.vocabulary,)
 
     @cached_property
     def tied(self) -> Tied | None:
-        """The head of a tied model and the embeddings that it is; None where it is not, or cannot be untied."""
+        """Return the embeddings and head of a tied model; None where it is not tied, or cannot be untied."""
         if not self._anatomy.tied:
             return None
         try:
@@ -290,7 +293,7 @@ class Model:
         return Tied(reads[0], replace(heads[0], stored=name, shape=reads[0].shape))
 
     def _bare(self, name: str) -> str:
-        """A name without what stands before the text model in one class or another."""
+        """Return a name without the prefix that a class puts before the text model."""
         return re.sub(rf"^(?:(?:{re.escape(self.stack.rpartition('.')[0])}|model|language_model)\.)+", "", name)
 
     @cached_property
@@ -310,7 +313,7 @@ class Model:
 
 
 def _experts(anatomy: Anatomy, places: Mapping[str, Place], stack: str) -> Iterator[tuple[str, Experts]]:
-    """The parameters that hold the matrices of all experts, where it is known how each is stored."""
+    """Yield the parameters that hold the matrices of all experts, where the storage of each is known."""
     for index, held in enumerate(anatomy.layers):
         inside = f"{stack}.{index}."
         stacks = {
@@ -329,13 +332,13 @@ def _experts(anatomy: Anatomy, places: Mapping[str, Place], stack: str) -> Itera
 
 
 def _word(part: Part, stacks: Mapping[str, Place]) -> str:
-    """What transformers calls the parameter that a part of an expert goes to."""
+    """Return transformers' name of the parameter that a part of an expert goes to."""
     role = part.blocks[0][0]
     return "down_proj" if role == "down" else "gate_up_proj" if "gate_up_proj" in stacks else f"{role}_proj"
 
 
 def _together(memory: Place, layer: int, parts: list[tuple[Part, str]]) -> Experts:
-    """One parameter of all experts as it is stored: in one tensor, or in one or two for each expert."""
+    """Return one parameter of all experts as it is stored: in one tensor, or in one or two for each expert."""
     first = parts[0][0]
     turned = memory.form == "turned experts"
     assert first.expert is not None, first.suffix

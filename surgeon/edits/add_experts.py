@@ -1,9 +1,9 @@
-"""`add_experts`: a mixture gets more experts, copies of its own or such that begin silent.
+"""`add_experts`: a mixture gets more experts, copies of its own or silent new ones.
 
 `how: duplicate` is expert upcycling (Dwivedi et al., 2026): E experts become mE, each copy with its expert's row of the
-router. With `top_k: grown` a token takes the m copies of each expert that it took, whose weights are an m-th each: the
-sum is the base's, by rounding. With `top_k: fixed`, the paper's, copies take the places of further experts.
-`how: zero`: the new experts' down projections are zero, and their routers' biases such that no token takes them.
+router. With `top_k: grown` a token takes all m copies of each expert that it took before, each with 1/m of the weight:
+the sum equals the base's, up to rounding. With `top_k: fixed`, as in the paper, copies displace other experts. `how:
+zero`: the new experts' down projections are zero, and their router biases are such that no token takes them.
 """
 
 from __future__ import annotations
@@ -49,30 +49,31 @@ from surgeon.operations.prepare import Facts, OpenedBase
 if TYPE_CHECKING:
     from surgeon.edits.measuring.expert_choice import Experts
 
-# Scores of the base's experts are the same to the bit where both numbers of experts divide by this: sigmoids take so
-# many at once, products 16 (measured on the CPU with float32 and bfloat16, 1 to 300 tokens, 16 to 512 experts).
+# The scores of the base's experts stay bit-identical where both numbers of experts divide by this: sigmoids are
+# computed in such blocks, products in blocks of 16 (measured on the CPU with float32 and bfloat16, 1 to 300 tokens, 16
+# to 512 experts).
 _ROUTER_BLOCK = 32
 _MOST = 4096
 
 
 class GrowthCost(Cost):
-    """What the loss of `tokens` predictions, `before` in the base, grows by with the copies; and with as many others.
+    """How much the loss of `tokens` predictions, `before` in the base, grows with the copies.
 
-    Those of `random` are copies of experts drawn at random.
+    `random` is the growth with as many copies of experts drawn at random.
     """
 
     random: Loss
 
 
 class AddedFacts(Facts):
-    """Of which experts there are copies, by layer, where a text chose them; and what that costs, where one was read."""
+    """The experts that are copied, by layer, where a text chose them; and the cost, where one was measured."""
 
     copied: dict[LayerKey, list[ExpertNumber]] = {}  # noqa: RUF012  # pydantic copies it
     cost: GrowthCost | None = None
 
 
 class AddExperts(Operation):
-    """Add experts to every layer of a mixture: copies of its own, or such that begin silent."""
+    """Add experts to every layer of a mixture: copies of its own, or silent new ones."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -143,7 +144,7 @@ class AddExperts(Operation):
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return why a twin of the output may break the promise, and what to do then."""
         if self.how == "zero":
             return "its router's choice or weights depend on experts that no token takes; use `how: duplicate`"
         return (
@@ -152,7 +153,7 @@ class AddExperts(Operation):
         )
 
     def prepare(self, base: OpenedBase) -> AddedFacts:
-        """Find the experts that get copies on a text, and what the copies cost.
+        """Choose the experts to copy on a text, and measure what the copies cost.
 
         Raises BadInput where the weights are not at hand, or another operation comes first.
         """
@@ -172,7 +173,7 @@ class AddExperts(Operation):
         )
 
     def edit(self, draft: Draft, facts: AddedFacts | None) -> OperationRecord:
-        """Put the new experts, and their rows of the router, behind the others, or behind those of their group."""
+        """Add the new experts and their router rows after the old experts, or after those of their group."""
         facts = facts or AddedFacts()
         mixtures = mixtures_of(draft.anatomy)
         if self.by in ("reap", "frequency"):
@@ -211,7 +212,7 @@ class AddExperts(Operation):
         return copies + (f"; a token takes {self.times} times as many" if self.top_k == "grown" else "")
 
     def _given(self, mixtures: Mixtures, anatomy: Anatomy) -> dict[int, list[int]]:
-        """The experts that new ones are made of, by layer, where no text says it."""
+        """Return the experts that new ones are made of, by layer, where no text chooses them."""
         if self.experts is not None:
             found = listed(self.experts, mixtures)
             _check_layers(found, mixtures)
@@ -225,7 +226,7 @@ class AddExperts(Operation):
     def _most(
         self, scores: Mapping[int, Sequence[float]], mixtures: Mixtures, anatomy: Anatomy
     ) -> dict[int, list[int]]:
-        """The experts that matter most, by layer; of one that matters twice as much, a second copy comes first."""
+        """Return the experts that matter most, by layer; one that matters twice as much gets a second copy earlier."""
         assert self.count is not None
         return {
             layer: sorted(
@@ -247,7 +248,7 @@ class AddExperts(Operation):
         }
 
     def _places(self, layer: int, added: Sequence[int], mixtures: Mixtures, anatomy: Anatomy) -> list[Place]:
-        """The experts of a layer of the output in their order. Raises BadInput where groups would differ in size."""
+        """Return the experts of an output layer in order. Raises BadInput where groups would differ in size."""
         count, _ = mixtures[layer]
         if odd := [number for number in added if number >= count]:
             raise BadInput(f"layer {layer} has experts 0 to {count - 1}: there is no expert {odd[0]}")
@@ -291,7 +292,7 @@ class AddExperts(Operation):
 
 
 def _check_layers(added: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
-    """Raise BadInput where other layers get experts than those of the mixture, or one gets more than another."""
+    """Raise BadInput unless exactly the mixture's layers get experts, and all get as many."""
     check_layers(added, mixtures)
     sizes = {len(numbers) for numbers in added.values()}
     if len(sizes) > 1:
@@ -299,7 +300,7 @@ def _check_layers(added: Mapping[int, Sequence[int]], mixtures: Mixtures) -> Non
 
 
 def _in_float32(layer: LayerDraft, mixtures: Mixtures, *, every: bool = False) -> bool:
-    """Whether a layer's scores are float32 numbers, hardly ever equal: some of the router is, or all (`every`)."""
+    """Return whether a layer's router has float32 tensors (any, or all if `every`): then scores are rarely equal."""
     assert layer.base is not None
     own = [part.suffix for part in mixtures[layer.base][1] if part.blocks[0][0] == "router"]
     held = [layer.tensors[suffix].dtype == "F32" for suffix in own]
@@ -311,7 +312,7 @@ def _cost(
     grown: tuple[Mapping[int, Sequence[Place]], Mapping[int, Sequence[Place]]],
     said: Mapping[str, Any],
 ) -> GrowthCost:
-    """What the loss grows by with the copies, and with as many at random; `said` is what is known of the text."""
+    """Return how the loss grows with the copies and with random ones; `said` holds the facts about the text."""
     grows, by_chance = (
         Loss.of(measured.cost({layer: [place.source for place in places] for layer, places in each.items()}))
         for each in grown

@@ -2,7 +2,7 @@
 
 transformers multiplies a number of FP8 (in blocks), of four bits (MXFP4) or of few bits (as compressed-tensors packs
 them, whose package unpacks them) by its scale when it loads such a model in full precision. Here the products are
-stored, each rounded once, and config.json no longer says that they are quantised.
+stored, each rounded once, and the quantisation entry of config.json is removed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 
-# What transformers makes of the numbers where config.json does not say, and what they are stored in.
+# The dtype that transformers uses where config.json names none, and the stored dtypes.
 _DTYPE = "bfloat16"
 _STORED = {"bfloat16": "BF16", "float16": "F16"}
 _SHOWN = {"fp8": "FP8", "mxfp4": "MXFP4"}
 
 
 class Dequantise(Operation):
-    """The numbers that quantised tensors stand for, in full precision, as transformers computes them."""
+    """Replace quantised tensors by the numbers they stand for, in full precision, as transformers computes them."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -47,19 +47,19 @@ class Dequantise(Operation):
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return what to do where a twin of the output breaks the promise."""
         return "use the transformers of constraints.txt"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Put products in the place of quantised tensors and their scales, in layers, outside and above them."""
+        """Replace quantised tensors and their scales by products: in the layers, outside and above them."""
         method = _check(draft)
         config, number = draft.config, draft.number
-        # What transformers makes of the numbers.
+        # The dtype in which transformers would load the numbers.
         dtype = next(iter(_dtypes(config)), _DTYPE)
         for index, layer in enumerate(draft.layers):
             draft.open(index)
             if method == COMPRESSED:
-                # Layers of one kind may be coded each in its own way.
+                # Layers of one kind may each use another code.
                 layer.tensors = _opened(config, draft.anatomy.layers[index], _STORED[dtype])
             layer.rewritten |= dict.fromkeys((name for name, each in layer.tensors.items() if _is_made(each)), number)
         outer, *beyond = (
@@ -87,7 +87,7 @@ class Dequantise(Operation):
 
 
 def _check(draft: Draft) -> str:
-    """The base's method. Raises BadInput where there is nothing to dequantise, or another operation is in the way."""
+    """Return the base's quantisation method. Raises BadInput where there is none, or another operation came first."""
     if draft.records:
         raise BadInput("a model is dequantised by a plan of its own: apply the operations before it first")
     settings = quantisation(draft.config)
@@ -112,7 +112,7 @@ def _check(draft: Draft) -> str:
 
 
 def _dtypes(config: Mapping[str, Any]) -> list[Any]:
-    """What a config.json says of its dtype, and of its parts'."""
+    """Return the dtypes that a config.json and its parts name."""
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
     return [dtype for dtype in found if dtype is not None]
@@ -123,7 +123,7 @@ def _is_made(recipe: Recipe) -> bool:
 
 
 def _opened(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtype: str) -> dict[str, Recipe]:
-    """Tensors by whatever name, quantised ones as numbers, without scales."""
+    """Return tensors with quantised ones as numbers, and without scales; keys are names or suffixes."""
     if quantisation(config)["quant_method"] == COMPRESSED:  # type: ignore[index]
         return _unpacked(config, tensors, dtype)
     packed = packed_of(config, {name: (name,) for name in tensors}, tensors)
@@ -138,7 +138,7 @@ def _opened(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtype:
 
 
 def _unpacked(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtype: str) -> dict[str, Recipe]:
-    """The same in the formats of compressed-tensors, whose groups know modules by their whole names."""
+    """Return the tensors unpacked from compressed-tensors' formats, whose groups match modules by full name."""
     whole = {info.name: info for info in tensors.values()}
     packs = packs_of(config, whole)
     made: dict[str, Recipe] = {}
@@ -159,7 +159,7 @@ def _unpacked(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtyp
 
 
 def _check_all(draft: Draft) -> None:
-    """Raise BadInput where a tensor is quantised still."""
+    """Raise BadInput where a tensor is still quantised."""
     held = [recipe for layer in draft.layers for recipe in layer.tensors.values()]
     held += [each.recipe for tensors in (draft.outer, *draft.beyond) for each in tensors.values()]
     for recipe in held:

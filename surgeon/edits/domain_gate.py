@@ -1,8 +1,8 @@
-"""`domain_gate`: one gate decides for every token whether what the plan added takes part.
+"""`domain_gate`: one gate decides for every token whether the parts that the plan added are active.
 
-As an expert gate (Aljundi et al., CVPR 2017) it decides by the data's domain which of two models computes: the base or
-the grown one; here for every token, from the base's own hidden states over the tokens before it. Where it says
-*original*, the logits are the base's bit for bit, whatever training made of what was added.
+An expert gate (Aljundi et al., CVPR 2017) decides by the data's domain which of two models computes: the base or the
+grown one; here it decides for every token, from the base's own hidden states of the tokens so far. Where it decides
+*original*, the logits are the base's bit for bit, whatever training made of the added parts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from surgeon.grafts.registry import GRAFTS
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, TrainingDefaults
 from surgeon.runtime.gate_rules import GATE, OPENS, GateSpec
 
-# Evidence of original text, in nats, that closes a gate where nothing is said.
+# Default evidence of original text, in nats, that closes a gate.
 _CLOSES = 6.0
 
 
 class DomainGate(Operation):
-    """A gate, fitted before training, that switches all that the operations before it added."""
+    """Add a gate, fitted before training, that switches everything that earlier operations of the plan added."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -47,7 +47,7 @@ class DomainGate(Operation):
         "D": Legend("domain gate: reads what goes into the layer", 4),
         "d": Legend("takes part only where the domain gate is open", 4),
     }
-    # Alone it has nothing to switch.
+    # Without other operations it has nothing to switch.
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ()
 
     op: Literal["domain_gate"]
@@ -102,7 +102,7 @@ class DomainGate(Operation):
     ] = None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Put the gate into the layer whose input it reads, and marks at all that it switches."""
+        """Add the gate to the layer whose input it reads, and a mark to everything that it switches."""
         number = draft.number
         self._check(draft)
         added = _added(draft)
@@ -146,13 +146,13 @@ class DomainGate(Operation):
         }
 
     def _closes(self) -> float | None:
-        """What closes an open gate; None: nothing."""
+        """Return the evidence that closes an open gate; None where nothing closes it."""
         if self.closes is None:
             return _CLOSES if self.reads == "cusum" else None
         return None if self.closes is False else float(self.closes)
 
     def _check(self, draft: Draft) -> None:
-        """BadInput for what this model or plan does not allow."""
+        """Raise BadInput where this model or plan does not allow a gate."""
         if draft.anatomy.family.encoder:
             raise BadInput(
                 f"the base is an encoder ({printable(draft.anatomy.family.model_type)}), whose tokens see the whole"
@@ -186,12 +186,12 @@ class DomainGate(Operation):
 
 
 def _added(draft: Draft) -> dict[int, tuple[dict[str, Any], str]]:
-    """Return, by layer, what the plan added there, as an entry of `gated`, and in words."""
+    """Return, by layer, what the plan added there: as an entry of `gated`, and in words."""
     graft_of = {kind.key: rules.name for rules in GRAFTS.values() for kind in rules.kinds}
     found: dict[int, tuple[dict[str, Any], str]] = {}
     for index, layer in enumerate(draft.layers):
         new = [graft for graft in layer.grafts if graft.operation is not None]
-        # A router beside slots that are all in other layers adds nothing itself.
+        # A layer with only a router, whose slots are all in other layers, adds nothing itself.
         names = sorted({graft_of[graft.kind] for graft in new if graft.tensors or graft.kind == "control_states"})
         inserted = layer.base is None
         if names or inserted:

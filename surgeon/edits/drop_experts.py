@@ -1,7 +1,7 @@
-"""`drop_experts`: experts out of a mixture, by list or by what a text shows that they add.
+"""`drop_experts`: remove experts of a mixture, by list or by how little they add on a text.
 
-REAP (Lasby et al., 2025): the experts of least S_j = E [g_j(x) · ‖f_j(x)‖] over the tokens that the router sends them
-go, with their rows of the router. What is left is the base's own class with fewer experts in each layer.
+REAP (Lasby et al., 2025) removes the experts with the least S_j = E [g_j(x) · ‖f_j(x)‖] over the tokens that the router
+sends to them, with their rows of the router. The output has the base's own class with fewer experts in each layer.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _WORDS = {
 
 
 class ExpertCost(Cost):
-    """What it costs to lose the experts, on `tokens` predictions of a text that they were not judged by.
+    """The cost of losing the experts, on `tokens` predictions of a text by which they were not judged.
 
-    `before` is the base's loss; `grows` is by how much it grows without those that go, and, to compare, without as many
-    that are least often chosen, and without as many at random.
+    `before` is the base's loss; `grows` is its growth without the dropped experts; for comparison, `frequency` is its
+    growth without as many of the least often chosen, and `random` without as many at random.
     """
 
     frequency: Loss
@@ -63,14 +63,14 @@ class ExpertCost(Cost):
 
 
 class ExpertFacts(Facts):
-    """The experts that go, by layer, where a text chose them; and what that costs, where one was read."""
+    """The experts to drop, by layer, where a text chose them; and the cost, where one was measured."""
 
     gone: dict[LayerKey, list[ExpertNumber]] = {}  # noqa: RUF012  # pydantic copies it
     cost: ExpertCost | None = None
 
 
 class DropExperts(Operation):
-    """Take experts out of every layer of a mixture, those listed or those that matter least on a text."""
+    """Remove experts from every layer of a mixture: the ones listed, or the ones that matter least on a text."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -122,7 +122,7 @@ class DropExperts(Operation):
         return self
 
     def prepare(self, base: OpenedBase) -> ExpertFacts:
-        """Find the experts that go on a text, and what it costs to lose them.
+        """Choose the experts to drop on a text, and measure what it costs to lose them.
 
         Raises BadInput where the weights are not at hand, or another operation comes first.
         """
@@ -143,7 +143,7 @@ class DropExperts(Operation):
         )
 
     def edit(self, draft: Draft, facts: ExpertFacts | None) -> OperationRecord:
-        """Take the experts and their rows of the router out, and number the others anew."""
+        """Remove the experts and their router rows, and renumber the other experts."""
         facts = facts or ExpertFacts()
         mixtures = mixtures_of(draft.anatomy)
         if self.experts is not None:
@@ -165,7 +165,7 @@ class DropExperts(Operation):
         return OperationRecord(self.op, found + _said(facts.cost), _claim(facts.cost), trains="all")
 
     def _check(self, gone: Mapping[int, Sequence[int]], mixtures: Mixtures, anatomy: Anatomy) -> None:
-        """Raise BadInput for experts that are not there, and for a number of them that the class cannot hold."""
+        """Raise BadInput for experts that do not exist, and for numbers of them that the class cannot hold."""
         check_layers(gone, mixtures)
         sizes = {len(set(numbers)) for numbers in gone.values()}
         for layer, numbers in gone.items():
@@ -182,7 +182,10 @@ class DropExperts(Operation):
 
 
 def least(scores: Mapping[int, Sequence[float]], count: int, groups: Mapping[int, int]) -> dict[int, list[int]]:
-    """The experts of the lowest scores, of each layer as many, and of each group of a layer."""
+    """Return the experts of the lowest scores: `count` of each layer, equally many of each group.
+
+    Raises BadInput where `count` does not divide by the groups.
+    """
     found: dict[int, list[int]] = {}
     for layer, values in scores.items():
         size = len(values) // groups[layer]
@@ -198,7 +201,7 @@ def least(scores: Mapping[int, Sequence[float]], count: int, groups: Mapping[int
 def _cost(
     measured: Experts, gone: Mapping[int, Sequence[int]], groups: Mapping[int, int], said: Mapping[str, Any]
 ) -> ExpertCost:
-    """What the loss grows by without those that go, and without as many others; `said` is what is known of the text."""
+    """Return the growth of the loss without `gone` and without other choices; `said` holds the facts about the text."""
     often = measured.scores("frequency")
     drawn = random.Random(0)
     by_chance = {layer: [drawn.random() for _ in values] for layer, values in often.items()}
@@ -217,7 +220,7 @@ def _cost(
 
 
 def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[int], draft: Draft) -> None:
-    """Take experts out of one layer, and number the others anew."""
+    """Remove experts from one layer, and renumber the other experts."""
     count, own = mixture
     kept = [number for number in range(count) if number not in gone]
     if not kept:
@@ -243,7 +246,7 @@ def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[
 
 
 def _only(of: Copy, kept: Sequence[int]) -> Recipe:
-    """The rows, slices or numbers of the experts that stay."""
+    """Return a tensor of all experts with only the rows, slices or numbers of the experts that stay."""
     if of.shape[0] == 1 and len(of.shape) == 2:
         return side_by_side([of.columns(number, number + 1) for number in kept], 1)
     ends = [number for number in kept if number + 1 not in kept]

@@ -1,9 +1,9 @@
-"""`drop_layers`: layers out, by list or by what a text shows that they add.
+"""`drop_layers`: remove layers, by list or by how little they add on a text.
 
-Block influence BI_l = 1 − E cos(x_l, x_{l+1}) (ShortGPT, Men et al. 2024); the angular distance of a block of n layers,
-arccos(cos(x_l, x_{l+n})) / π (Gromov et al. 2024); the loss itself, greedily; or LaCo (Yang et al. 2024), which merges
-layers into the one below: θ_l + Σ_k (θ_{l+k} − θ_l). Of one layer that is θ_l + (θ_{l+1} − θ_l) = θ_{l+1}: nothing is
-merged, layer l is deleted. Layers that are still silent go without a trace.
+Criteria: block influence BI_l = 1 − E cos(x_l, x_{l+1}) (ShortGPT, Men et al. 2024); the angular distance of a block of
+n layers, arccos(cos(x_l, x_{l+n})) / π (Gromov et al. 2024); the loss itself, greedily; or LaCo (Yang et al. 2024),
+which merges layers into the one below: θ_l + Σ_k (θ_{l+k} − θ_l). For a single layer that is θ_l + (θ_{l+1} − θ_l) =
+θ_{l+1}: nothing is merged, and layer l is deleted. Removing layers that are still silent changes no output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from surgeon.operations.prepare import Facts, OpenedBase, Scale, digest_of_file
 from surgeon.operations.selectors import Index, select_layers
 from surgeon.operations.sites import check_grafts
 
-# Bytes of a tensor that are looked at at once.
+# How many bytes of a tensor are compared at once.
 _BYTES = 1 << 20
 _Layer = Annotated[int, Field(ge=0)]
 _Number = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
@@ -44,9 +44,10 @@ _WORDS = {
 
 
 class TextLoss(Spec):
-    """Losses on a text, in nats a token over `tokens` predictions: of the base, and of what is left of it.
+    """Losses on a text, in nats a token over `tokens` predictions: of the base, and of the model without the layers.
 
-    `scores` are what layers (of `angular` blocks, of `laco` places where layers were merged) were chosen by, in order.
+    `scores` are the values by which layers were chosen, in order (for `angular`, of blocks; for `laco`, of the places
+    where layers were merged).
     """
 
     text: str
@@ -58,10 +59,11 @@ class TextLoss(Spec):
 
 
 class LayerFacts(Facts):
-    """The layers of the base that an operation takes out, as far as weights and text say.
+    """The base's layers that an operation removes, and what weights and text show about them.
 
-    `layers` are those that go, where they were `chosen` by a measurement. `merged` gives of each layer that takes
-    others in what it becomes, by layer the factor; `silent` are layers of the base that add exactly nothing.
+    `layers` are the removed layers, where they were `chosen` by a measurement. `merged` gives, for each layer that
+    others are merged into, the factor of each layer in the sum; `silent` are layers of the base that add exactly
+    nothing.
     """
 
     layers: list[_Layer] = []  # noqa: RUF012  # pydantic copies them
@@ -72,16 +74,16 @@ class LayerFacts(Facts):
 
     @property
     def becomes(self) -> dict[int, dict[int, int]]:
-        """For each layer that takes others in, the factors of these, by layer."""
+        """Return, for each layer that others are merged into, the factor of each layer in the sum."""
         return {int(layer): {int(of): by for of, by in made.items()} for layer, made in self.merged.items()}
 
     def small(self, scale: Scale) -> LayerFacts:
-        """Of the silent layers those that go: these alone a twin has silent, too."""
+        """Return the facts for a twin, in which only the silent layers that are dropped are silent."""
         gone = {layer for layers in scale.blueprint.dropped.values() for layer in layers}
         return self.model_copy(update={"silent": [layer for layer in self.silent if layer in gone]})
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """Whether the layers that are said to be silent are."""
+        """Check that the layers recorded as silent are silent in the base."""
         if base is None or not self.silent:
             return []
         wrong = {*self.silent} - {*silent_layers(base, dissect_folder(base, recalled))}
@@ -90,7 +92,7 @@ class LayerFacts(Facts):
 
 
 class DropLayers(Operation):
-    """Take layers out of the stack, those listed or those that matter least on a text."""
+    """Remove layers from the stack: the ones listed, or the ones that matter least on a text."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -180,11 +182,11 @@ class DropLayers(Operation):
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return what to do where a twin of the output breaks the promise."""
         return "leave one of these layers in, or take out others"
 
     def prepare(self, base: OpenedBase) -> LayerFacts:
-        """Find the base's silent layers, and on a text those that go, or what it costs to lose those that are listed.
+        """Find the base's silent layers; on a text, choose the layers to drop, or measure the cost of the listed ones.
 
         Raises BadInput where the weights are not at hand, or another operation comes first.
         """
@@ -197,7 +199,7 @@ class DropLayers(Operation):
                 "layers are measured on a text with the base itself: make it the plan's first operation, or apply two"
                 " plans"
             )
-        # Imports torch and transformers.
+        # This import loads torch and transformers.
         from surgeon.models.depth import Depth
 
         path, anatomy = base.text(self.text), base.anatomy
@@ -229,13 +231,13 @@ class DropLayers(Operation):
         )
 
     def _layers_out(self) -> LayersOut:
-        """What is to be measured, with defaults in the place of what the plan leaves out."""
+        """Return what to measure, with defaults for what the plan leaves out."""
         return LayersOut(
             layers=tuple(sorted(set(self.layers or ()))),
             count=self.count or 0,
             by=self.by or "block_influence",
             candidates=self.candidates or 4,
-            # As the authors' notebook merges Baichuan-13B: three layers become one.
+            # As in the authors' notebook for Baichuan-13B: three layers become one.
             merge=self.merge or 2,
             threshold=0.6 if self.threshold is None else self.threshold,
             interval=self.interval or 1,
@@ -243,7 +245,7 @@ class DropLayers(Operation):
         )
 
     def edit(self, draft: Draft, facts: LayerFacts | None) -> OperationRecord:
-        """Take the layers out, or merge them into those below."""
+        """Remove the layers, or merge them into the layers below."""
         number, facts = draft.number, facts or LayerFacts()
         total = len(draft.layers)
         gone = self._gone(facts, total)
@@ -274,7 +276,7 @@ class DropLayers(Operation):
         return gone
 
     def _merged(self, draft: Draft, facts: LayerFacts, gone: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
-        """Return, for each layer that takes others in, the factors of the layers that it becomes."""
+        """Return, for each layer that others are merged into, the factor of each layer in the sum."""
         if self.by != "laco":
             return {}
         if self.layers is None:
@@ -311,13 +313,13 @@ class DropLayers(Operation):
 
 
 def _replaced(merged: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
-    """The layers that take one other in and so become it, each with that other: merging nothing, they are deleted."""
+    """Return the layers that a merge merely replaces by one other layer, each with that layer."""
     alone = {layer: next(iter(made)) for layer, made in merged.items() if len(made) == 1}
     return {layer: of for layer, of in alone.items() if merged[layer][of] == 1}
 
 
 def _into(merged: Mapping[int, Mapping[int, int]]) -> str:
-    """What LaCo makes of the layers that stay, in words: which are merged, and which merely deleted."""
+    """Describe what LaCo makes of the layers that stay: which are merged, and which are replaced by another layer."""
     replaced = _replaced(merged)
     real = sorted(merged.keys() - replaced.keys())
     said = [f", merged into {show_layers(real)}"] if real else []
@@ -331,7 +333,7 @@ def _into(merged: Mapping[int, Mapping[int, int]]) -> str:
 
 
 def _is_silent(draft: Draft, layer: int, silent: Sequence[int]) -> bool:
-    """Whether a layer of the draft adds exactly nothing: by its weights in the base, or as the plan made it."""
+    """Return whether a draft's layer adds exactly nothing: by the base's weights, or by the plan's constants."""
     home, values = draft.layers[layer], draft.kind_of(layer).silence
     if home.base is not None and not home.rewritten:
         return home.base in silent
@@ -342,7 +344,7 @@ def _is_silent(draft: Draft, layer: int, silent: Sequence[int]) -> bool:
 
 
 def _recipes(draft: Draft, merged: Mapping[int, Mapping[int, int]]) -> dict[int, dict[str, Recipe]]:
-    """The tensors of the layers that take others in; quantised ones are in full precision then."""
+    """Return the tensors of the layers that others are merged into; quantised ones in full precision."""
     found: dict[int, dict[str, Recipe]] = {}
     for layer, made_of in merged.items():
         draft.open(layer)
@@ -366,7 +368,10 @@ def _claim(silent: bool, merged: bool, text: TextLoss | None) -> Claim:
 
 
 def silent_layers(base: CheckpointFolder, anatomy: Anatomy) -> list[int]:
-    """The layers that add exactly nothing, by the bytes of what writes to the residual stream. Raises BadInput."""
+    """Return the layers that add exactly zero, by the bytes of their tensors that write to the residual stream.
+
+    Raises BadInput where the tensors cannot be read.
+    """
     found: list[int] = []
     for index, tensors in enumerate(anatomy.layers):
         kind = anatomy.kinds[anatomy.kind_of[index]]
@@ -377,11 +382,11 @@ def silent_layers(base: CheckpointFolder, anatomy: Anatomy) -> list[int]:
 
 
 def _holds(base: CheckpointFolder, name: str, value: float) -> bool:
-    """Whether every element of a tensor is this value, by its bytes."""
+    """Return whether every element of a tensor has this value, by its bytes."""
     info = base.tensors[name]
     width = DTYPE_BITS[info.dtype] // 8
     pattern = Constant(value, info.dtype, (_BYTES // width,)).data
-    # First a few: of a layer that is not silent, these say so.
+    # First a few bytes, which suffice to exclude a layer that is not silent.
     ends = [64, *range(_BYTES, info.nbytes, _BYTES), info.nbytes]
     begin = 0
     for end in ends:

@@ -1,6 +1,6 @@
-"""Embeddings and output head: which tensors have a row for each id, other numbers of rows, a head of its own.
+"""Embeddings and output head: their tensors with a row for each id, changes of the number of rows, and untying.
 
-A head that is the embeddings' matrix is untied by a copy of it and a config that says so.
+A tied head is untied by a copy of the embeddings' matrix and a changed config.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from surgeon.checkpoint.header import TensorInfo
 from surgeon.errors import BadInput, printable
 
 _TIED = "tie_word_embeddings"
-# What edits of config.json are called that change the number of rows, and untie the head.
+# The keys, in `Draft.config_edits`, of the edits that change the number of rows and that untie the head.
 _ROWS, _UNTIED = "rows", "untied"
 # Embeddings and heads of layers that predict further tokens.
 _OWN_ROWS = re.compile(r"(?:^|\.)(?:embed_tokens|head|lm_head|output)\.(?:weight|bias)$")
 
 
 def vocabulary_tensors(draft: Draft, *, further: Collection[str] = ()) -> dict[str, bool]:
-    """The tensors outside the layers with a row for each id; True where rows are embeddings of what is read.
+    """Return the tensors outside the layers with a row for each id; the value is True for input embeddings.
 
-    Among them those of a head that an earlier operation of the plan gave its own. Raises BadInput where they are not
-    known, or something else than embeddings and output head has such rows: but for those `further` tensors that the
-    caller changes too.
+    They include a head that an earlier operation of the plan untied. Raises BadInput where they are not known, or where
+    other tensors have such rows, except the `further` tensors that the caller changes too.
     """
     anatomy = draft.anatomy
     rows = anatomy.sizes.vocabulary
@@ -61,7 +60,7 @@ def vocabulary_tensors(draft: Draft, *, further: Collection[str] = ()) -> dict[s
 
 
 def further_rows(anatomy: Anatomy) -> dict[str, TensorInfo]:
-    """The embeddings and heads of layers that predict further tokens, with a row for each id, by name."""
+    """Return the embeddings and heads, with a row for each id, of layers that predict further tokens, by name."""
     rows = anatomy.sizes.vocabulary
     return {
         name: info
@@ -71,7 +70,7 @@ def further_rows(anatomy: Anatomy) -> dict[str, TensorInfo]:
 
 
 def stored(draft: Draft, name: str) -> Copy:
-    """A tensor outside the layers, as the base's bytes. Raises BadInput where an operation has changed it."""
+    """Return a tensor outside the layers as the base's bytes. Raises BadInput where an operation has changed it."""
     recipe = draft.outer[name].recipe
     if not isinstance(recipe, Copy):
         raise BadInput(f"{printable(name)}: an earlier operation of this plan changed it; apply two plans")
@@ -79,12 +78,12 @@ def stored(draft: Draft, name: str) -> Copy:
 
 
 def set_rows(draft: Draft, rows: int) -> None:
-    """Have the config say that there are so many rows."""
+    """Set the number of embedding rows in the output's config."""
     draft.config_edits[_ROWS] = lambda config: _with_rows(config, draft.anatomy, rows)
 
 
 def _with_rows(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> dict[str, Any]:
-    """The config with so many ids, in the text decoder's part of it and, where it says the same, at its top."""
+    """Return the config with so many ids: in its text part, and in outer parts that had the same number."""
     made = copy.deepcopy(dict(config))
     before = anatomy.sizes.vocabulary
     part = made
@@ -97,32 +96,32 @@ def _with_rows(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> dict[s
 
 
 def has_other_rows(draft: Draft) -> bool:
-    """Whether an operation of the plan changed the number of rows."""
+    """Return whether an operation of the plan changed the number of rows."""
     return _ROWS in draft.config_edits
 
 
 def untie(draft: Draft) -> dict[str, str]:
-    """Give the output head tensors of its own, copies of the embeddings; return their names, with what each copies.
+    """Give the output head its own tensors, copies of the embeddings; return their names, with the tensor each copies.
 
     Raises BadInput where the head cannot be untied.
     """
     base = draft.anatomy.derivation
     lacking = head_tensors(base)
     for name, source in lacking.items():
-        # With the rows that an earlier operation of the plan left or added.
+        # The copy includes rows that earlier operations of the plan kept or added.
         draft.set_outer(name, draft.outer[source].recipe)
     draft.config_edits[_UNTIED] = lambda config: untied_config(base, config)
     return lacking
 
 
 def is_untied(draft: Draft) -> bool:
-    """Whether an operation of the plan gave the head tensors of its own that were the embeddings'."""
+    """Return whether an operation of the plan untied the head."""
     return _UNTIED in draft.config_edits
 
 
 @kept
 def untied_config(base: Derivation, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json like the base's, as that of a model whose output head has tensors of its own."""
+    """Return a copy of a config.json for a model whose output head has its own tensors."""
     made = copy.deepcopy(dict(config))
     part = made
     part[_TIED] = False
@@ -135,7 +134,7 @@ def untied_config(base: Derivation, config: Mapping[str, Any]) -> dict[str, Any]
 
 @kept
 def head_tensors(base: Derivation) -> dict[str, str]:
-    """The tensors that an untied head needs and the base does not store, by name, and the one that each now is.
+    """Return the tensors that an untied head needs and the base does not store, each with the tensor it now shares.
 
     Raises BadInput where the head cannot be untied.
     """

@@ -1,7 +1,7 @@
-"""`extract_text`: the text tower of an image-text model, as a causal model of its own.
+"""`extract_text`: the text tower of an image-text model becomes a causal model of its own.
 
-Every tensor of the tower and the head passes as bytes under the name that the causal class has for it; towers for
-images stay behind. LLaVA (Liu et al., 2023) is such a tower with others beside it.
+Every tensor of the tower and the head is kept as bytes, under the name that the causal class uses; image towers are
+left out. LLaVA (Liu et al., 2023) is an example of such a model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, SideFile
 
-# A template that processors alone read.
+# A chat template that only processors read, and the one that tokenizers read.
 _PROCESSOR_TEMPLATE, _TEMPLATE = "chat_template.json", "chat_template.jinja"
 
 
 class ExtractText(Operation):
-    """The text tower of an image-text model, in the causal class of transformers that holds it."""
+    """Extract the text tower of an image-text model, in the causal class of transformers that holds it."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -40,7 +40,7 @@ class ExtractText(Operation):
     op: Literal["extract_text"]
 
     def prepare(self, base: OpenedBase) -> Facts:
-        """Leave the files behind that are for images."""
+        """Leave out the side files that are for images."""
         names = base.folder.side_files
         if left := [name for name in names if name in IMAGE_FILES]:
             base.notes.append(f"left behind, as they are for images: {', '.join(left)}")
@@ -52,7 +52,7 @@ class ExtractText(Operation):
         return Facts(side_files=dict.fromkeys(left, SideFile.of(None)))
 
     def edit(self, draft: Draft, facts: Facts | None) -> OperationRecord:
-        """Have the config be the causal class's, and the tower's tensors have its names."""
+        """Set the causal class's config, and rename the tower's tensors as the class names them."""
         if draft.records:
             raise BadInput("the text is extracted by a plan of its own: apply the operations before it first")
         if draft.bank is not None or any(layer.grafts for layer in draft.layers):
@@ -71,7 +71,7 @@ class ExtractText(Operation):
 
 
 def _beginnings(names: list[str]) -> str:
-    """What the names of tensors begin with: their towers."""
+    """Return the prefixes of tensors' names, which name their towers."""
     return ", ".join(
         dict.fromkeys(".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in names)
     )

@@ -1,7 +1,7 @@
-"""`fold_adapters`: adapters without a gate become a part of the FFN that they are beside.
+"""`fold_adapters`: adapters without a gate become a part of the FFN that they run next to.
 
-FFN and adapter are both W_d (σ(W_g x) ⊙ W_u x) with one σ, so their sum is an FFN with [W_g; G], [W_u; U] and [W_d, D]:
-the native class with a larger `intermediate_size`, and the same function.
+FFN and adapter are both W_d (σ(W_g x) ⊙ W_u x) with the same σ, so their sum is an FFN with [W_g; G], [W_u; U] and
+[W_d, D]: the native class with a larger `intermediate_size`, and the same function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROJECTIONS: Mapping[Role, str] = {"gate": "gate_proj", "up": "up_proj", "down"
 
 
 class FoldAdapters(Operation):
-    """Adapters without a gate become native width of the FFN."""
+    """Fold adapters without a gate into the FFN, as native width."""
 
     papers: ClassVar[tuple[Paper, ...]] = GatedAdapters.papers
     training: ClassVar[TrainingDefaults] = GatedAdapters.training
@@ -45,7 +45,7 @@ class FoldAdapters(Operation):
     ] = None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Put the adapters' matrices beside the FFNs' own; FFNs without one get zeros, as all have one width."""
+        """Append the adapters' matrices to the FFNs' own; FFNs without an adapter get zeros, as all share one width."""
         check_alone(draft, "intermediate_size")
         folded = {index: graft for index, layer in enumerate(draft.layers) if (graft := layer.graft("adapters"))}
         _check(draft, folded)
@@ -71,7 +71,7 @@ class FoldAdapters(Operation):
 
 
 def _check(draft: Draft, folded: Mapping[int, Graft]) -> None:
-    """Raise BadInput where there is nothing to fold, or what cannot be."""
+    """Raise BadInput where there is nothing to fold, or an adapter cannot be folded."""
     if not folded:
         raise BadInput("there is no adapter to fold in this model")
     for index, graft in folded.items():
@@ -89,7 +89,7 @@ def _check(draft: Draft, folded: Mapping[int, Graft]) -> None:
 
 
 def _pieces(graft: Graft | None, role: Role, size: int, hidden: int, dtype: str) -> tuple[Recipe, ...]:
-    """The columns or rows beside an FFN's projection: the adapter's, and zeros up to the width of the widest."""
+    """Return what is appended to an FFN's projection: the adapter's matrix, and zeros up to the common width."""
     own = () if graft is None else (graft.tensors[f"{ADAPTER}{_PROJECTIONS[role]}.weight"],)
     rest = size - (int(graft.entry["size"]) if graft is not None else 0)
     if not rest:

@@ -1,13 +1,13 @@
 """`grow_vocabulary`: more tokens, in the tokenizer and as rows of the embeddings.
 
-Every new row of the output head is the mean of all old rows. Old logits are untouched (where the old rows are no
-multiple of `HEAD_BLOCK`, to rounding for the last few tokens), and as exp is convex, a new token never gets more
+Every new row of the output head is the mean of all old rows. Old logits are unchanged (where the number of old rows is
+no multiple of `HEAD_BLOCK`, the last few only up to rounding). As exp is convex, a new token never gets more
 probability than the mean old one: the loss on any old token rises by at most log(1 + k/V) (Jensen's inequality). New
-rows of input embeddings are the mean of the rows of the pieces that the old tokenizer makes of the token (as in Gee et
-al., 2022, Fast Vocabulary Transfer); old text never reads them.
+rows of input embeddings are the mean of the rows of the pieces into which the old tokenizer cuts the token (as in Gee
+et al., 2022, Fast Vocabulary Transfer); old text never reads them.
 
-Special and added tokens get the next free ids, as transformers gives them. Many bases have padded rows there: these are
-made anew, no shape changes, and the bound is the same.
+Special and added tokens get the next free ids, as in transformers. Many bases have padded rows there: these are
+overwritten, no shape changes, and the bound is the same.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale
 if TYPE_CHECKING:
     pass
 
-# Characters of an added token.
+# The most characters of an added token.
 _LONGEST = 200
 
 
 class Learn(Spec):
-    """Tokens that are learned from a text."""
+    """Settings for tokens that are learned from a text."""
 
     learn: Annotated[
         Paths, Field(description="text to learn from, seen from the plan: .jsonl with a text a line, or plain")
@@ -54,7 +54,7 @@ class Learn(Spec):
 
 
 class GrowVocabulary(Operation):
-    """New tokens: pieces of the tokenizer and rows of the embeddings, which leave old logits what they are."""
+    """Add tokens, as pieces of the tokenizer and rows of the embeddings, without changing old logits."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -115,11 +115,11 @@ class GrowVocabulary(Operation):
         return self
 
     def prepare(self, base: OpenedBase) -> VocabularyFacts | None:
-        """Grow the tokenizer: what the old one makes of the new tokens, and the files that have them."""
+        """Extend the tokenizer: find the old tokens that each new token consists of, and make the new files."""
         if TOKENIZER_FILE in base.side_files:
-            # Why a second growth is refused, `edit` says.
+            # `edit` explains why a second growth is refused.
             return None
-        # Imports torch and transformers.
+        # These imports load torch and transformers.
         from surgeon.edits.vocabulary.grow import grow
         from surgeon.edits.vocabulary.learned import LearnedTokens
         from surgeon.edits.vocabulary.requested_words import Listed
@@ -162,11 +162,11 @@ class GrowVocabulary(Operation):
         return VocabularyFacts.of(grown)
 
     def small(self, facts: VocabularyFacts | None, scale: Scale) -> tuple[Operation, VocabularyFacts | None]:
-        """Without rows of padding, which are as any others."""
+        """Return the operation for a twin, without rows of padding, which need no separate check."""
         return self.model_copy(update={"pad_to_multiple_of": 1}), None if facts is None else facts.small(scale)
 
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
-        """Extend embeddings and output head."""
+        """Add rows to embeddings and output head."""
         if has_other_rows(draft):
             raise BadInput("an earlier operation of this plan changes the vocabulary; join the two, or apply two plans")
         if facts is None:
@@ -188,7 +188,7 @@ class GrowVocabulary(Operation):
         whole = math.ceil(max(rows, facts.rows + tokens) / self.pad_to_multiple_of) * self.pad_to_multiple_of
         if whole > LARGEST_SIZE:
             raise BadInput(f"the vocabulary would have {whole} ids; beyond 2^31 is refused")
-        # Rows that no token uses are padding where more are added, else what they were.
+        # Rows that no token uses become padding where rows are added; otherwise they keep their values.
         new = tokens if whole == rows else whole - facts.rows
         pieces = not tied and self.input_init != "mean"
         means: tuple[tuple[int, ...], ...] = ((),) * new

@@ -1,7 +1,7 @@
 """`merge_adapter`: a PEFT adapter becomes a part of the weights that it adapts: W + s · B A (Hu et al., 2022).
 
-Nothing of an adapter is left over, and nothing that its config names is missing: a merge in part is refused. Changes
-that are much smaller than the steps of the weights' dtype are rounded so that they stay (recipes/adapted.py).
+The whole adapter must be merged, with everything that its config names: a merge in part is refused. Changes that are
+much smaller than the steps of the weights' dtype are rounded so that they stay (recipes/adapted.py).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
-# Side files without which a tokenizer has no tokens.
+# Side files of which a tokenizer needs one to have tokens.
 _VOCABULARY = re.compile(r"^(tokenizer\.|vocab)|\.model$|\.tiktoken$|tekken")
-# Settings of an adapter's config that are read here.
+# Settings of an adapter's config that are supported here.
 _KNOWN = {"bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"}
 _REASONS = {
     "layer_replication": "it is for a base with repeated layers; repeat them first (`stack_layers`)",
@@ -48,14 +48,14 @@ _REASONS = {
 
 
 class Weighted(Spec):
-    """An adapter, and by how much it counts."""
+    """An adapter, and the factor of its change."""
 
     adapter: Annotated[Name, Field(description="a folder or a Hub id, as in `from`")]
     weight: Annotated[float, Field(allow_inf_nan=False, description="by how much its change counts")] = 1.0
 
 
 class MergedAdapter(Spec):
-    """An adapter that is merged, without its weights. `norms` are ‖s · B A‖ by the path of what is adapted."""
+    """The facts of a merged adapter, without its weights; `norms` are ‖s · B A‖ by the path of the adapted module."""
 
     facts: AdapterFacts
     settings: Settings
@@ -63,17 +63,17 @@ class MergedAdapter(Spec):
 
 
 class MergeFacts(Facts):
-    """The adapters of a plan's merge, in its order."""
+    """The adapters that a merge uses, in the plan's order."""
 
     adapters: list[MergedAdapter]
 
     def figures(self) -> dict[str, Any]:
-        """‖ΔW‖ of every matrix that an adapter changes, as far as the adapter alone says it, by the adapter's id."""
+        """Return ‖ΔW‖ of every matrix that an adapter changes, where the adapter determines it, by the adapter's id."""
         return {"deltas": {each.facts.id: dict(each.norms) for each in self.adapters}}
 
 
 class MergeAdapter(Operation):
-    """PEFT adapters become a part of the weights that they adapt; the output is the base's own class."""
+    """Merge PEFT adapters into the weights that they adapt; the output has the base's own class."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -131,12 +131,12 @@ class MergeAdapter(Operation):
 
     @property
     def listed(self) -> list[Weighted]:
-        """The adapters with their weights."""
+        """Return the adapters with their weights."""
         every = self.source if isinstance(self.source, list) else [self.source]
         return [each if isinstance(each, Weighted) else Weighted(adapter=each) for each in every]
 
     def prepare(self, base: OpenedBase) -> MergeFacts:
-        """Open the adapters, and measure how large their changes are."""
+        """Open the adapters, and compute the norms of their changes."""
         found: list[MergedAdapter] = []
         rows: int | None = None
         model = Model.of(base.anatomy)
@@ -168,7 +168,7 @@ class MergeAdapter(Operation):
         return MergeFacts(adapters=found)
 
     def edit(self, draft: Draft, facts: MergeFacts | None) -> OperationRecord:
-        """Put the merged tensors in the place of the base's."""
+        """Replace the base's tensors by the merged ones."""
         if facts is None or len(facts.adapters) != len(self.listed):
             raise BadInput("the adapters are not known: they were not opened, and surgery.json does not record them")
         model = Model.of(draft.anatomy)
@@ -213,7 +213,10 @@ class MergeAdapter(Operation):
         )
 
     def with_adapters(self, facts: MergeFacts | None, names: Sequence[str], anatomy: Anatomy) -> Callable[[Any], Any]:
-        """Check the folders against the facts; PEFT merges all but the last. Raises BadInput."""
+        """Return a function that loads the adapters with PEFT onto a model, merging all but the last.
+
+        Raises BadInput where the folders `names` differ from the facts.
+        """
         if facts is None:
             raise BadInput("surgery.json does not record the adapters")
         if any(each.weight != 1 for each in self.listed):
@@ -242,7 +245,7 @@ class MergeAdapter(Operation):
         return adapted
 
     def _merge(self, draft: Draft, place: Place, steps: list[Step]) -> None:
-        """Give one tensor its new value."""
+        """Replace one tensor by its merged value."""
         if place.layer is None:
             draft.set_outer(place.stored, self._adapted(draft, place, draft.outer[place.stored].recipe, steps))
             return
@@ -297,7 +300,7 @@ class MergeAdapter(Operation):
 
 
 def _trained_on(folder: AdapterFolder, base: OpenedBase) -> str:
-    """What an adapter's config calls its base, beside this one where they are called otherwise; empty: nothing."""
+    """Describe the base named by an adapter's config, and whether it has another name than this base; may be empty."""
     found, own = folder.config.get("base_model_name_or_path"), base.folder.source.shown
     if not isinstance(found, str) or not found:
         return ""
@@ -306,12 +309,12 @@ def _trained_on(folder: AdapterFolder, base: OpenedBase) -> str:
 
 
 def _last(name: str) -> str:
-    """A model's own name, without its folder, organisation or revision."""
+    """Return a model's own name, without its folder, organisation or revision."""
     return name.rstrip("/").rpartition("/")[2].partition("@")[0].lower()
 
 
 def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
-    """The steps of all adapters, by what they change; of a tied head too, where one sets it apart."""
+    """Return the steps of all adapters by the tensor they change, including a tied head that one of them sets apart."""
     merged: dict[str, list[Step]] = {}
     steps = [each.sort() for each in adapters]
     apart = any(each.apart for each in adapters)
@@ -319,7 +322,7 @@ def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
         tied = each.model.tied if apart or each.shared else None
         if tied is not None:
             own, reads = (found.pop(place.parameter, []) for place in (tied.head, tied.reads))
-            # Rows of its own stand in the place of the embeddings'.
+            # Trained rows of the head replace the embeddings' rows.
             rows = any(isinstance(step, Trained) and step.rows for step in own)
             both = [step for step in each.shared if sets_whole(step) or not rows]
             heads = _whole_first([*both, *own]) if apart else []
@@ -331,12 +334,12 @@ def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
 
 
 def _whole_first(steps: list[Step]) -> list[Step]:
-    """Steps, each once; those that set every row before others."""
+    """Return steps, each once, with those that set every row first."""
     return sorted(dict.fromkeys(steps), key=lambda step: not sets_whole(step))
 
 
 def _left(folder: AdapterFolder, base: CheckpointFolder) -> Iterator[str]:
-    """Name what the tokenizer files of an adapter have, and an output with those of the base has not."""
+    """Yield descriptions of an adapter's tokenizer files that an output with the base's files would lack."""
     own = template_of(folder)
     if own and own != template_of(base):
         yield "a chat template of its own lies"
@@ -347,7 +350,7 @@ def _left(folder: AdapterFolder, base: CheckpointFolder) -> Iterator[str]:
 
 
 def _ids(folder: AdapterFolder | CheckpointFolder) -> dict[str, int]:
-    """The ids of a folder's tokens by their contents; none where its tokenizer.json is not there or cannot be read."""
+    """Return token -> id of a folder; empty where its tokenizer.json is missing or cannot be read."""
     if TOKENIZER_FILE not in folder.side_files:
         return {}
     content = folder.read_side_file(TOKENIZER_FILE)
@@ -359,9 +362,9 @@ def _ids(folder: AdapterFolder | CheckpointFolder) -> dict[str, int]:
 
 
 def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[str, SideFile]:
-    """Take the files of the adapters' tokenizers into the output, and leave those of the base out for them.
+    """Take the adapters' tokenizer files into the output, in place of the base's.
 
-    Raises BadInput for what no output gets, or a token without one of the output's `rows`.
+    Raises BadInput for files that no output gets, or a token id that is not below `rows`.
     """
     found: dict[str, bytes | None] = {}
     for folder in folders:
@@ -383,11 +386,10 @@ def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[
 
 
 def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[MergedAdapter, int | None]:
-    """What is known of an adapter of `model`, which the plan calls `called`, without its weights.
+    """Return the facts of an adapter of `model`, called `called` in the plan, without its weights.
 
-    The second are the rows of embeddings that were resized before it was trained.
-
-    Raises BadInput for settings that are not merged, and tensors that do not fit.
+    The second result is the number of embedding rows, where they were resized before training. Raises BadInput for
+    settings that cannot be merged, and tensors that do not fit.
     """
     folder.check_settings(_KNOWN, _REASONS, "such an adapter cannot be merged; merge it with PEFT")
     settings = settings_of(folder)
@@ -404,7 +406,7 @@ def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[Merg
 
 
 def _norm(folder: AdapterFolder, product: Product) -> float:
-    """‖s · B A‖ of a pair of matrices, or of those of all experts, from AᵀA and BᵀB: they are small."""
+    """Return ‖s · B A‖ of a pair of matrices, or of all experts' pairs, from the small products A Aᵀ and Bᵀ B."""
     import numpy as np
 
     down, up = (
@@ -420,7 +422,7 @@ def _norm(folder: AdapterFolder, product: Product) -> float:
 
 
 def _numbers(content: bytearray, dtype: str) -> np.ndarray:
-    """Stored numbers in float64."""
+    """Return stored numbers in float64."""
     import numpy as np
 
     if dtype == "BF16":
@@ -433,7 +435,7 @@ def _shown(listed: list[Weighted]) -> str:
 
 
 def count_of(merged: Mapping[str, list[Step]]) -> str:
-    """What was merged, in words: how many matrices by products of which ranks, and what else."""
+    """Describe what was merged: how many matrices by products of which ranks, and what else."""
     products = [step for steps in merged.values() for step in steps if isinstance(step, Product)]
     ranks = sorted({step.rank for step in products})
     rank = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if ranks else ""

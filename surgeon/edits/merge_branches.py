@@ -1,7 +1,7 @@
 """`merge_branches`: fold control blocks back into one layer each (Control LLM, Table 5, Lerp8MSE0*M).
 
-W = (1 - α) W_pre-trained + α W_expanded, tensor by tensor. The layers are not linear in their weights, so this
-changes the function; what it costs is measured by `surgeon merge`.
+W = (1 - α) W_pre-trained + α W_expanded, tensor by tensor. The layers are not linear in their weights, so this changes
+the function; `surgeon merge` measures the cost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from surgeon.runtime.rules import BRANCH
 
 
 class MergeBranches(Operation):
-    """Every control block becomes one native layer again; other grafts stay."""
+    """Turn every control block into one native layer again; other grafts stay."""
 
     papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
@@ -38,7 +38,7 @@ class MergeBranches(Operation):
     ] = None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Put interpolated weights in the place of both branches."""
+        """Replace both branches of each control block by interpolated weights."""
         merged = [index for index, layer in enumerate(draft.layers) if layer.graft("control") is not None]
         if not merged:
             raise BadInput("there is no control block to merge in this model")
@@ -76,7 +76,7 @@ class MergeBranches(Operation):
 
 
 def _inference_alpha(control: Graft, index: int) -> float | Recipe:
-    """The one α that the block uses in evaluation; BadInput where each token has its own."""
+    """Return the one α that the block uses in evaluation. Raises BadInput where each token has its own."""
     stated: dict[str, Any] = {"kind": "lerp", "alpha": 0.5} | control.entry.get("interpolator", {})
     rule, why = INTERPOLATORS[stated["kind"]], ""
     learned = stated.get("inference_alpha") is None and stated.get("learnable")

@@ -1,6 +1,6 @@
-"""Mixtures of experts, as operations that change their number find them: their tensors, and the config's counts.
+"""Mixtures of experts, for operations that change the number of experts: their tensors, and the config's counts.
 
-Of a layer that has more experts than before: their order, their tensors, their rows of the router.
+For a layer that gets more experts: their order, their tensors, and their rows of the router.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 # An expert's number in a tensor's suffix.
 EXPERT_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# Of keys of a config that count experts, those that count something else; and those that say how many a token takes.
+# Parts of config keys with "expert" that count something else; and the keys for how many experts a token takes.
 _OTHERS = ("per_tok", "shared", "top", "active", "selected", "group")
 _AT_ONCE = re.compile(r".*experts_per_tok(en)?|.*expert.*top_?k|top_k_experts|moe_.*top_?k|moe_k|num_selected_experts")
 ExpertNumber = Annotated[int, Field(ge=0, le=65535)]
 LayerKey = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
-# How operations that measure experts on a text are told of it.
+# Fields of operations that measure experts on a text.
 JudgedBy = Annotated[
     str | None, Field(description="text to judge by, seen from the plan: .jsonl with a text a line, or plain")
 ]
 HeldOut = Annotated[str | None, Field(description="text to measure the cost on; default: what follows in `text`")]
 Window = Annotated[int, Field(ge=2, le=2**20, description="tokens that are read at once")]
 Windows = Annotated[int, Field(ge=2, le=2**20, description="how many windows are judged by, and measured on")]
-# By layer how many experts it has, and what belongs to them.
+# By layer: its number of experts, and the parts that belong to them.
 Mixtures = Mapping[int, tuple[int, list[Part]]]
 
 
@@ -53,12 +53,12 @@ class Loss(Spec):
 
     @classmethod
     def of(cls, found: Estimate) -> Loss:
-        """What was measured."""
+        """Return a measured estimate as a loss."""
         return cls(mean=found.mean, low=found.low, high=found.high)
 
     @property
     def shown(self) -> str:
-        """A difference, in words."""
+        """Describe a difference in words."""
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
@@ -73,17 +73,17 @@ class Cost(Spec):
 
     @property
     def a_token(self) -> str:
-        """By how much, in words."""
+        """Describe the growth in words."""
         return f"{self.grows.shown} nats a token on {printable(self.text)} ({self.tokens:,} tokens)"
 
     @property
     def said(self) -> str:
-        """From what to what, in words."""
+        """Describe the base's loss and the growth in words."""
         return f"; loss on {printable(self.text)} {self.before.mean:.4f} nats, {self.grows.shown}"
 
 
 def mixtures_to_measure(base: OpenedBase) -> Mixtures:
-    """`mixtures_of` a base on which experts are to be measured.
+    """Return `mixtures_of` a base on which experts are to be measured.
 
     Raises BadInput where the weights are not at hand, or another operation comes first.
     """
@@ -99,8 +99,8 @@ def mixtures_to_measure(base: OpenedBase) -> Mixtures:
 def measured_on(
     base: OpenedBase, mixtures: Mixtures, text: str, held_out: str | None, *, window: int, windows: int
 ) -> tuple[Experts, dict[str, Any]]:
-    """The experts, measured on a text, and what every `Cost` says of what it costs to change them."""
-    # Imports torch and transformers.
+    """Return the experts, measured on a text, and the fields that every `Cost` shares."""
+    # This import loads torch and transformers.
     from surgeon.edits.measuring.expert_choice import Experts
 
     path = base.text(text)
@@ -124,7 +124,7 @@ def measured_on(
 
 
 def check_layers(named: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
-    """Raise BadInput where experts of other layers are named than of those that have some."""
+    """Raise BadInput unless the named layers are exactly those with experts."""
     if missing := sorted(mixtures.keys() ^ named.keys()):
         raise BadInput(
             f"layer {missing[0]}: name experts of every layer that has some, and of no other: the config has one"
@@ -133,7 +133,7 @@ def check_layers(named: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None
 
 
 def mixtures_of(anatomy: Anatomy) -> dict[int, tuple[int, list[Part]]]:
-    """The layers that have experts: how many, and what belongs to them. Raises BadInput where there are none."""
+    """Return the layers with experts: their number, and their parts. Raises BadInput where there are none."""
     found: dict[int, tuple[int, list[Part]]] = {}
     for layer, number in enumerate(anatomy.kind_of):
         kind = anatomy.kinds[number]
@@ -161,25 +161,25 @@ def mixtures_of(anatomy: Anatomy) -> dict[int, tuple[int, list[Part]]]:
 def listed(
     experts: Sequence[int] | Mapping[str, Sequence[int]], mixtures: Mapping[int, object]
 ) -> dict[int, list[int]]:
-    """Experts of every layer of a mixture, as a plan lists them: for all layers the same, or by layer."""
+    """Return experts by layer, from a plan's list: the same for all layers of a mixture, or by layer."""
     if isinstance(experts, Mapping):
         return {int(layer): [*numbers] for layer, numbers in experts.items()}
     return {layer: [*experts] for layer in mixtures}
 
 
 def counted(draft: Draft) -> dict[str, int]:
-    """The whole numbers of the text's part of the config, by key."""
+    """Return the integers of the config's text part, by key."""
     part = part_of(draft.config, draft.anatomy.derivation.path)
     return {key: value for key, value in part.items() if type(value) is int}
 
 
 def chosen_by(draft: Draft) -> dict[str, int]:
-    """What the config calls the number of experts that a token takes, with that number."""
+    """Return the config's entries for how many experts a token takes."""
     return {key: value for key, value in counted(draft).items() if _AT_ONCE.fullmatch(key)}
 
 
 def sizes_with(draft: Draft, before: int, after: int) -> dict[str, int]:
-    """What the config calls the number of experts, with the new one. Raises BadInput where that cannot be."""
+    """Return the config's entries for the number of experts, with the new one. Raises BadInput where this cannot be."""
     found = [key for key, value in counted(draft).items() if "expert" in key and value == before]
     found = [key for key in found if not any(word in key for word in _OTHERS)]
     if not found:
@@ -191,27 +191,27 @@ def sizes_with(draft: Draft, before: int, after: int) -> dict[str, int]:
 
 
 def check_plain(draft: Draft) -> None:
-    """Raise BadInput where an earlier operation made layers, or others than the base's."""
+    """Raise BadInput where an earlier operation added layers or changed the base's."""
     if draft.bank is not None or any(layer.grafts for layer in draft.layers):
         raise BadInput("the model carries grafts beside its layers; change experts before grafting, or revert first")
     if draft.records and (draft.dropped or any(home.base is None or home.rewritten for home in draft.layers)):
         raise BadInput("an earlier operation of this plan changed layers; change experts first, or apply two plans")
 
 
-# The lowest number of bfloat16, and of float16.
+# The lowest finite number of float16, and of other dtypes (that of bfloat16).
 _LOWEST = {"F16": -65504.0}
 _NEVER = -3.3895313892515355e38
 
 
 class Place(NamedTuple):
-    """One expert of the output: the base's expert that it is, or (`new`) that it is made of."""
+    """One expert of the output: the base's expert that it is, or, if `new`, that it is made from."""
 
     source: int
     new: bool
 
 
 def groups_in(layer: int, count: int, anatomy: Anatomy, more: int) -> list[tuple[range, int]]:
-    """The experts of each group of a layer, and how many of `more` it gets. Raises BadInput where that is uneven."""
+    """Return, per group of a layer, its experts and how many of `more` it gets. Raises BadInput if that is uneven."""
     groups = anatomy.kinds[anatomy.kind_of[layer]].expert_groups
     if more % groups:
         raise BadInput(f"layer {layer}: its experts form {groups} groups, which must stay equal; add as many to each")
@@ -220,12 +220,12 @@ def groups_in(layer: int, count: int, anatomy: Anatomy, more: int) -> list[tuple
 
 
 def in_turn(inside: range, more: int) -> list[int]:
-    """Each expert once, and again until there are enough; in their order."""
+    """Return `more` experts, in order: each once, then each again until there are enough."""
     return sorted(inside[number % len(inside)] for number in range(more))
 
 
 def shared_out(inside: range, more: int, scores: Sequence[float]) -> Iterator[int]:
-    """Copies in the order in which an expert's score, shared by its copies, is the largest (D'Hondt's rule)."""
+    """Yield experts to copy: always the one with the largest score per copy so far (D'Hondt's rule)."""
     heap = [(-scores[number], number, 1) for number in inside]
     heapq.heapify(heap)
     for _ in range(more):
@@ -235,7 +235,7 @@ def shared_out(inside: range, more: int, scores: Sequence[float]) -> Iterator[in
 
 
 def add_to(home: LayerDraft, own: Sequence[Part], places: Sequence[Place], draft: Draft, *, silent: bool) -> None:
-    """Give one layer its new experts, and number those behind them anew."""
+    """Add the new experts to one layer, and renumber the experts behind them."""
     parts, made = {part.suffix: part for part in own}, dict[str, Recipe]()
     lowest = _lowest(own) if silent else {}
     copies: dict[int, list[int]] = {}
@@ -265,17 +265,18 @@ def add_to(home: LayerDraft, own: Sequence[Part], places: Sequence[Place], draft
 
 
 def corrections(own: Sequence[Part]) -> list[str]:
-    """What is added to each expert's score where tokens choose, and not to its weight."""
+    """Return the suffixes of corrections: numbers added to experts' scores for the choice, but not for the weight."""
     routers = [part for part in own if part.blocks[0][0] == "router" and not part.suffix.endswith(".bias")]
-    # Those with a number for each expert.
+    # Router tensors with one number for each expert.
     return [part.suffix for part in routers if part.shape in ((part.shape[-1],), (1, part.shape[-1]))]
 
 
 def _lowest(own: Sequence[Part]) -> dict[str, str]:
-    """Of a layer's router the tensors whose numbers keep tokens from an expert: how, by suffix.
+    """Return the router tensors whose numbers can keep tokens from an expert; by suffix, how.
 
-    A correction is added to scores between 0 and 1, so one of 2 less than the least keeps them away, and balancing
-    without a loss may raise it. The bias of a router's product has no such bound: the lowest number keeps them away.
+    A correction is added to scores between 0 and 1, so one that is 2 below the minimum keeps tokens away, and balancing
+    without a loss may raise it later. The bias of a router's product has no such bound: the lowest number keeps them
+    away. Raises BadInput where the router has neither.
     """
     if found := corrections(own):
         return dict.fromkeys(found, "below")
@@ -290,17 +291,17 @@ def _lowest(own: Sequence[Part]) -> dict[str, str]:
 
 
 def _again(of: Copy) -> Recipe:
-    """A tensor of the base once more, to train."""
+    """Return a second copy of a base's tensor, which trains."""
     return rows([(of, 0, of.shape[0])], of.shape, still=False)
 
 
 def _with_more(of: Copy, places: Sequence[Place], fill: str) -> Recipe:
-    """What all experts share a tensor in, with the new ones' rows, slices or numbers: copies, or as `fill` says."""
+    """Return a tensor of all experts with slices for the new ones: copies, or filled according to `fill`."""
     axis = int(of.shape[0] == 1 and len(of.shape) == 2)
 
     def part(start: int, stop: int, *, again: bool) -> Recipe:
         if not again and (start, stop) == (0, of.shape[axis]):
-            # A whole tensor is read a few rows at a time.
+            # A whole tensor can be read a few rows at a time.
             return of
         return sliced_along(of, axis, start, stop, again=again)
 

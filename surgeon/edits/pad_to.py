@@ -1,9 +1,9 @@
-"""`pad_to`: heads, neurons and rows of the vocabulary up to numbers that devices and kernels divide.
+"""`pad_to`: pad heads, neurons and vocabulary rows to numbers that suit devices and kernels.
 
-New heads stand within their groups, so that each still reads its own keys and values: of 28 query heads in groups of 7
-there are 32 in groups of 8. New heads and neurons read and write zeros, and never change what the others compute
-(Gesmundo and Maile, 2023). A new row of the vocabulary is the mean of the others: a row of zeros could outweigh them.
-Tensor parallelism gives each device as many heads and neurons as every other (Shoeybi et al., 2019).
+New heads go inside their groups, so that each group still reads its own keys and values: 28 query heads in groups of 7
+become 32 in groups of 8. New heads and neurons read and write zeros, and never change what the others compute (Gesmundo
+and Maile, 2023). A new row of the vocabulary is the mean of the others: a row of zeros could outweigh them. Tensor
+parallelism gives each device equally many heads and neurons (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from surgeon.operations.operation import NEURONS, Operation, Paper, TrainingDefa
 from surgeon.operations.prepare import Scale
 
 _HEADS: tuple[Role, ...] = ("query", "key", "value", "output")
-# Far more heads than a base has: padding would be most of the model.
+# Beyond this factor most of the model would be padding.
 _MOST_TIMES = 4
 
 
 class PadTo(Operation):
-    """Heads, neurons and rows of the vocabulary up to numbers that divide; what is new computes nothing."""
+    """Pad heads, neurons and vocabulary rows to numbers that divide evenly; the padding computes nothing."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -80,11 +80,11 @@ class PadTo(Operation):
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return what to do where a twin of the output breaks the promise."""
         return "pad something else, or leave it as it is"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """The same of what is padded in the base; a twin has its heads, fewer neurons, and fewer rows of embeddings."""
+        """Return the same padding for a twin, which has the base's heads, fewer neurons, and fewer embedding rows."""
         sizes, rows = scale.blueprint.resized, scale.blueprint.new_rows
         heads, neurons = sizes.keys() & _COUNTS, sizes.keys() - {*_COUNTS, "head_dim", VOCABULARY_KEY}
         return self.model_copy(
@@ -111,7 +111,7 @@ class PadTo(Operation):
         return OperationRecord(self.op, "; ".join(done), claim, trains="new")
 
     def _heads(self, draft: Draft) -> Iterator[str]:
-        """Pad the attention of every layer where devices do not divide the heads."""
+        """Pad the attention of every layer where the devices do not divide the heads; yield what was done."""
         sizes = draft.anatomy.sizes
         heads, kv_heads = self._head_counts(draft)
         if (heads, kv_heads) == (sizes.heads, sizes.kv_heads):
@@ -132,7 +132,7 @@ class PadTo(Operation):
         check_norms(draft, [{part.suffix for part in here} for here in norms])
         for index, layer in enumerate(draft.layers):
             parts = parts_with(draft, index, _HEADS)
-            # A number for each head, as what attention may lose in a sink.
+            # Parameters with a number for each head, such as attention sinks.
             single = [p for p in draft.kind_of(index).parts if p.kind == "other" and p.shape == (sizes.heads,)]
             for part in single:
                 pieces = [*_padded(_plain(layer, part.suffix), None, 0, sizes.heads, draft, (heads, kv_heads))]
@@ -150,12 +150,12 @@ class PadTo(Operation):
                     continue
                 layer.tensors[suffix] = side_by_side(pieces, int(part.blocks[0][0] == "output"))
                 layer.rewritten[suffix] = draft.number
-        # Without `head_dim` a class would divide the hidden size by the heads.
+        # Without `head_dim` a class would divide the hidden size by the number of heads.
         draft.widths |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.head_dim}
         yield shown
 
     def _head_counts(self, draft: Draft) -> tuple[int, int]:
-        """The fewest query and key-value heads that devices divide, each group as large as every other."""
+        """Return the fewest query and key-value heads that the devices divide, with groups of equal size."""
         sizes, devices = draft.anatomy.sizes, self.tensor_parallel
         heads, kv_heads, each = sizes.heads, sizes.kv_heads, sizes.heads // sizes.kv_heads
         if devices is None or (heads % devices == 0 and _divide(kv_heads, devices)):
@@ -167,7 +167,8 @@ class PadTo(Operation):
             for more_each in (range(each, each + devices + 1) if each > 1 else (1,))
             if more_each * more % devices == 0
         ]
-        # Where heads make up the hidden size they must divide it in many classes; whether in this one, building shows.
+        # Where heads make up the hidden size, many classes need them to divide it; building shows whether this one
+        # does.
         found = [counts for counts in fitting if sizes.hidden == sizes.query_width and sizes.hidden % counts[0] == 0]
         best = min(found or fitting, key=lambda counts: (counts[0] + 2 * counts[1], counts))
         if best[0] > _MOST_TIMES * heads:
@@ -178,7 +179,7 @@ class PadTo(Operation):
         return best
 
     def _neurons(self, draft: Draft) -> Iterator[str]:
-        """Pad the FFN of every layer."""
+        """Pad the FFN of every layer; yield what was done."""
         wanted = math.lcm(self.multiple_of or 1, self.tensor_parallel or 1)
         if wanted == 1 or not any(width % wanted for width in inner_widths(draft)):
             return
@@ -212,7 +213,7 @@ _FIELDS = ("tensor_parallel", "multiple_of", "vocabulary")
 
 
 def _divide(kv_heads: int, devices: int) -> bool:
-    """Whether devices share key-value heads evenly: each has some of its own, or the same as some others."""
+    """Return whether devices share key-value heads evenly: each has its own, or shares them with equally many."""
     return kv_heads % devices == 0 or devices % kv_heads == 0
 
 
@@ -225,9 +226,10 @@ def _plain(layer: LayerDraft, suffix: str) -> Copy:
 def _padded(
     source: Copy, role: Role | None, begin: int, rows: int, draft: Draft, counts: tuple[int, int]
 ) -> Iterator[Recipe]:
-    """A module's rows from `begin` on (columns of the output projection), with zeros behind each group and behind all.
+    """Yield a module's rows (columns of the output projection), with zeros after each group and at the end.
 
-    `counts` are query and key-value heads as they will be. Without a role each row is a head's.
+    The rows begin at `begin`. `counts` are the query and key-value heads of the output. Without a role each row is one
+    head's.
     """
     sizes, (heads, kv_heads) = draft.anatomy.sizes, counts
     columns, size = role == "output", 1 if role is None else draft.anatomy.sizes.head_dim

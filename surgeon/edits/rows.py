@@ -1,4 +1,4 @@
-"""What operations share that give embeddings and head other rows: facts of new tokens, and what rows promise."""
+"""Code shared by operations that change embedding rows: the facts of new tokens, and the promise for old logits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from surgeon.operations.prepare import Facts, Scale, SideFile, TextCounts
 if TYPE_CHECKING:
     from surgeon.edits.vocabulary.grow import Grown
 
-# Tokens of a twin, as many as it gets or has rows for that no token uses.
+# The most new tokens of a twin, and the most rows of a twin that no token uses.
 _FEW = 16
 
 
 class VocabularyFacts(Facts):
-    """A growth of the vocabulary, of whatever operation: what surgery.json keeps of the new tokens.
+    """The facts of a vocabulary growth, by whichever operation: what surgery.json keeps about the new tokens.
 
-    `rows` are the base's rows of embeddings that tokens use, so the first new id. `made_of` has a line for each new
-    token: the old ids that the old tokenizer made of it (none: it knew none).
+    `rows` is the number of the base's embedding rows that tokens use, so the first new id. `made_of` has a line for
+    each new token: the old ids into which the old tokenizer cuts it (empty: it cannot).
     """
 
     kind: str
@@ -37,7 +37,7 @@ class VocabularyFacts(Facts):
 
     @classmethod
     def of(cls, grown: Grown) -> VocabularyFacts:
-        """The facts of a tokenizer that has grown."""
+        """Return the facts of a tokenizer that has grown."""
         return cls(
             kind=grown.kind,
             how=grown.how,
@@ -49,11 +49,14 @@ class VocabularyFacts(Facts):
 
     @property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        """For each new token the old ids that the old tokenizer made of it."""
+        """Return, for each new token, the old ids into which the old tokenizer cuts it."""
         return tuple(tuple(map(int, line.split())) for line in self.made_of)
 
     def small(self, scale: Scale) -> VocabularyFacts:
-        """A few tokens, made of tokens that a twin has, behind as many rows without a token as the base has."""
+        """Return the facts for a twin: a few new tokens, made of the twin's own tokens.
+
+        The twin has as many unused rows as the base, at most `_FEW`.
+        """
         free = min(scale.base.sizes.vocabulary - self.rows, _FEW)
         rows = scale.twin.sizes.vocabulary - free
         pieces = [sorted({token % rows for token in named}) for named in self.pieces[: free or _FEW]]
@@ -67,7 +70,7 @@ class VocabularyFacts(Facts):
             raise BadInput(f"{printable(file)}: `made_of` names a token beyond the base's; was it edited by hand?")
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """Whether every id below the new ones is taken, so that no later token gets one of these, and no old one."""
+        """Check that every id up to the last new one is used, and that no old token has a new id."""
         there = [name for name in self.side_files if name == TOKENIZER_FILE and name in out.side_files]
         wrong = [] if TOKENIZER_FILE not in self.side_files or there else [TOKENIZER_FILE]
         for name in there:
@@ -76,7 +79,7 @@ class VocabularyFacts(Facts):
                 before = TokenizerJson.parse(without(content, self.side_files[name].inserted)).ids
                 after = TokenizerJson.parse(content).ids
             except BadInput:
-                # What is left is no tokenizer: something else was inserted than is said.
+                # The rest is no tokenizer: the output has other insertions than recorded.
                 wrong.append(name)
                 continue
             if after != {*range(self.rows + len(self.made_of))} or max(before) >= self.rows:
@@ -86,7 +89,7 @@ class VocabularyFacts(Facts):
 
 
 def bound_of_rows(rows: int, added: int) -> str:
-    """What new tokens take from old ones, in words."""
+    """Describe the bound on what new tokens take from old ones."""
     return (
         "new rows of the output are the mean of the old ones, so the loss on any old token rises by at most"
         f" log(1 + {added}/{rows}) = {math.log1p(added / rows):.4g} nats"
@@ -94,7 +97,7 @@ def bound_of_rows(rows: int, added: int) -> str:
 
 
 def claim_of_rows(rows: int, added: int, new: int) -> Claim:
-    """What old logits are where there are `added` rows more, and what all that are `new` take from them."""
+    """Return the claim for old logits where `added` rows are added, and `new` rows in all take from them."""
     bound = bound_of_rows(rows, new)
     tail = rows % HEAD_BLOCK if added else 0
     if not tail:

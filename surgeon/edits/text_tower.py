@@ -1,8 +1,8 @@
 """The text tower of an image-text model as a causal model of its own: which class of transformers holds it.
 
-Tried are the causal classes that transformers has, first that of the tower's own type, then those whose names are most
-like it. One holds the tower where its tensors are the tower's, by name and shape, and a twin of it gives the logits of
-the image-text model's twin, bit for bit: in float32 and bfloat16, with a cache and without.
+The causal classes of transformers are tried: first the class of the tower's own type, then those with the most similar
+names. A class holds the tower where its tensors equal the tower's, by name and shape, and its twin gives the logits of
+the image-text model's twin, bit for bit: with a cache and without.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from surgeon.common.library import LOAD_FAILURES, config_of, passed_over, quiet_
 from surgeon.errors import BadInput, printable
 
 TIED = "tie_word_embeddings"
-# What is said of the whole model and counts for its text.
+# Keys of the whole model's config that also apply to its text.
 _OF_ALL = ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
-# What the whole model says of these counts also where its text's part says something else.
+# For these keys the whole model's value is used, even where the text's part has another one.
 _DTYPES = ("dtype", "torch_dtype")
-# Rotary embeddings for places in an image; a text has one number for each place.
+# Rotary settings for positions in an image; text has one number for each position.
 _OF_IMAGES = "mrope"
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 @kept
 def text_model(base: Derivation) -> tuple[dict[str, Any], dict[str, str]]:
-    """The causal model that the text tower of an image-text model is: its config.json, and its tensors' names in it.
+    """Return the causal model of an image-text model's text tower: its config.json, and the new names of its tensors.
 
-    Names are by those that they have now; tensors of other towers have none. Raises BadInput where there is no tower
-    for text alone, or no causal class of transformers holds it.
+    The names are keyed by the present ones; tensors of other towers have none. Raises BadInput where there is no
+    separate text tower, or no causal class of transformers holds it.
     """
     seen = base.seen
     config, skeleton = seen.config, seen.skeleton
@@ -60,7 +60,7 @@ def text_model(base: Derivation) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _check_tower(config: Mapping[str, Any], skeleton: Skeleton) -> None:
-    """Raise BadInput for a model that is none of image and text, or whose text layers look at images themselves."""
+    """Raise BadInput where there is no image tower, the model is quantised, or text layers attend to images."""
     shown = printable(str(config.get("model_type")))
     if not skeleton.path:
         raise BadInput(
@@ -81,12 +81,12 @@ def _check_tower(config: Mapping[str, Any], skeleton: Skeleton) -> None:
 
 
 def _decoder(skeleton: Skeleton) -> str:
-    """What the names of the text decoder's tensors begin with in memory."""
+    """Return the prefix of the text decoder's tensors in memory."""
     return f"{skeleton.stack.rpartition('.')[0]}."
 
 
 def _place(name: str, skeleton: Skeleton, prefix: str) -> str | None:
-    """What a tensor of the tower is called in a causal model, whose decoder's begin with `prefix`; None for others."""
+    """Return a tower tensor's name in a causal model whose decoder has the prefix `prefix`; None for other tensors."""
     decoder = _decoder(skeleton)
     if name.startswith(decoder):
         return prefix + name.removeprefix(decoder)
@@ -95,17 +95,17 @@ def _place(name: str, skeleton: Skeleton, prefix: str) -> str | None:
 
 
 def _tower(skeleton: Skeleton, prefix: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tower's tensors by their names in a causal model whose decoder's names begin with `prefix`."""
+    """Return the shapes of the tower's tensors by their names in a causal model with the decoder prefix `prefix`."""
     places = ((_place(name, skeleton, prefix), shape) for name, shape in skeleton.shapes.items())
     return {place: shape for place, shape in places if place is not None}
 
 
 @lru_cache(maxsize=8)
 def _causal_type(told: str, heads: int) -> tuple[str, dict[str, bool]]:
-    """The model type of the causal class that holds the text tower of a config.json, given as JSON text.
+    """Return the model type of the causal class that holds the text tower of a config.json (JSON text `told`).
 
-    And the settings of its own that it needs for that, as where the tower's class always does what is a choice there.
-    Raises BadInput where none does.
+    The second result are settings that the class needs for it, for example where the tower's class always does what is
+    optional here. Raises BadInput where no class holds it.
     """
     small = shrunk(json.loads(told), heads_left=heads)
     base = twin_of_small(small, seed=_SEED)
@@ -134,7 +134,7 @@ _SEED, _OTHER_SEED = 3, 7
 
 
 def _flags(model_type: str, config: Mapping[str, Any], base: Skeleton) -> Iterator[dict[str, bool]]:
-    """Each switch of a causal class that the tower's class does not have, the other way round."""
+    """Yield each boolean of a causal class that the tower's class lacks, with the opposite value."""
     from transformers import CONFIG_MAPPING
 
     told = base.text.to_dict()
@@ -146,7 +146,7 @@ def _flags(model_type: str, config: Mapping[str, Any], base: Skeleton) -> Iterat
 
 
 def _types_like(tower: str) -> Iterator[str]:
-    """The model types with a causal class: the tower's own, then those whose words are most like its."""
+    """Yield the model types with a causal class: the tower's own, then by similarity of names."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     words = tower.replace("_text", "").replace("_model", "")
@@ -158,14 +158,14 @@ def _types_like(tower: str) -> Iterator[str]:
 
 
 def _config_for(model_type: str, config: Mapping[str, Any], skeleton: Skeleton) -> dict[str, Any]:
-    """The config.json of a causal model of a type with the settings of an image-text model's tower."""
+    """Return the config.json of a causal model of this type with the settings of the image-text model's tower."""
     from transformers import CONFIG_MAPPING
 
     part = part_of(config, skeleton.path)
     told = skeleton.text.to_dict()
     made = copy.deepcopy(part)
     if model_type != skeleton.text.model_type:
-        # What the tower's class takes where nothing is stated, wherever the other would take something else.
+        # State the defaults of the tower's class wherever the other class has other defaults.
         made = {key: value for key, value in made.items() if key not in _ROTARY}
         made |= {key: _for_text(told[key]) for key in _ROTARY if told.get(key) is not None}
         with quiet_transformers():
@@ -195,7 +195,7 @@ def _for_text(rotary: Any) -> Any:
 
 
 def _computes_the_same(base: Skeleton, config: Mapping[str, Any]) -> bool:
-    """Whether a twin of a causal config gives the logits of the image-text model's twin once it has its weights."""
+    """Return whether a causal config's twin, given the weights of the image-text twin, gives the same logits."""
     import torch
 
     result = twin_of_small(config, seed=_OTHER_SEED)
@@ -213,9 +213,9 @@ def _computes_the_same(base: Skeleton, config: Mapping[str, Any]) -> bool:
 
 
 def _renamed(skeleton: Skeleton, names: Names, built: Skeleton) -> dict[str, str]:
-    """What the tower's tensors on disk are called as those of the causal model `built`; without all others.
+    """Return the tower's tensors on disk with their names in the causal model `built`; other tensors are left out.
 
-    Raises BadInput for one that transformers would not read there as it reads it here.
+    Raises BadInput where transformers would read a tensor differently under its new name.
     """
     prefix, stem = _decoder(built), f"{built.stack}."
     found: dict[str, str] = {}

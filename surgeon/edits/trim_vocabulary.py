@@ -1,8 +1,8 @@
 """`trim_vocabulary`: fewer tokens, in the tokenizer and as rows of the embeddings.
 
-The rows that stay are the base's bytes, so a logit of a token that stays is what it was on every text of such tokens.
-Texts of them are cut as before (`surgeon.edits.vocabulary.trimmed`); the softmax is over fewer tokens, so their
-loss is at most what it was.
+The rows that stay are the base's bytes, so the logits of the tokens that stay are unchanged on every text of such
+tokens. These texts are tokenised as before (`surgeon.edits.vocabulary.trimmed`). The softmax is over fewer tokens, so
+their loss does not rise.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale, SideFile, TextCounts
 
-# Up to which power of two, that divides the base's rows, the rows that stay are filled up.
+# By default, the number of rows that stay is a multiple of the largest of these that divides the base's rows.
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Tables with a row for each id in every layer, which are not the embeddings that are trimmed.
+# Settings of per-layer tables with a row for each id, which are not trimmed.
 _PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
 
 
 class TrimFacts(Facts):
-    """A trim of the vocabulary: what surgery.json keeps of it.
+    """The facts of a vocabulary trim that surgery.json keeps.
 
     `kept` are the ids that stay, of the base's `rows`, as bits (`surgeon.edits.vocabulary.trimmed.to_bits`).
     """
@@ -47,11 +47,11 @@ class TrimFacts(Facts):
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """The ids that stay, in their order."""
+        """Return the ids that stay, in order."""
         return from_bits(self.kept)
 
     def small(self, scale: Scale) -> TrimFacts:
-        """Two tokens of three stay of a twin's, in as many as leave no logit alone at the end (`HEAD_BLOCK`)."""
+        """Return the facts for a twin: two of every three tokens stay, up to a multiple of `HEAD_BLOCK`."""
         rows = scale.twin.sizes.vocabulary
         kept = [token for token in range(rows) if token % 3]
         kept = kept[: len(kept) - len(kept) % HEAD_BLOCK]
@@ -59,12 +59,12 @@ class TrimFacts(Facts):
         return type(self)(**self.model_dump() | few)
 
     def check(self, file: str) -> None:
-        """Raise BadInput where an id stays that the base does not have, or none does."""
+        """Raise BadInput where an id stays that the base does not have, or none stays."""
         if not self.tokens or self.tokens[-1] >= self.rows or self.kept != to_bits(self.tokens, self.rows):
             raise BadInput(f"{printable(file)}: `kept` names ids that the base has not; was it edited by hand?")
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """Whether side files are what is left of the base's without the tokens that went."""
+        """Check that side files equal the base's without the removed tokens."""
         if base is None:
             return []
         made = trimmed_files({name: base.read_side_file(name) for name in base.side_files}, self.tokens)
@@ -76,7 +76,7 @@ class TrimFacts(Facts):
 
 
 class TrimVocabulary(Operation):
-    """Fewer tokens: those of a text, a list or a script stay, with the logits that they had."""
+    """Keep the tokens of a text, a list or a script, with unchanged logits, and remove all others."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -131,12 +131,12 @@ class TrimVocabulary(Operation):
         return self
 
     def prepare(self, base: OpenedBase) -> TrimFacts | None:
-        """Find the tokens that stay, and make the files that have no others."""
+        """Choose the tokens that stay, and make the files without the others."""
         if TOKENIZER_FILE in base.side_files:
-            # Why a second change is refused, `edit` says.
+            # `edit` explains why a second change is refused.
             return None
         _check(base)
-        # Imports torch and transformers.
+        # This import loads torch and transformers.
         from surgeon.edits.vocabulary.trim import Wanted, trim
 
         rows = base.anatomy.sizes.vocabulary
@@ -160,7 +160,7 @@ class TrimVocabulary(Operation):
         )
 
     def edit(self, draft: Draft, facts: TrimFacts | None) -> OperationRecord:
-        """Take rows out of embeddings and output head."""
+        """Remove rows from embeddings and output head."""
         if has_other_rows(draft):
             raise BadInput("an earlier operation of this plan changes the vocabulary; apply two plans")
         if facts is None:
@@ -184,7 +184,7 @@ class TrimVocabulary(Operation):
 
 
 def _place_of(draft: Draft, name: str) -> tuple[dict[str, Outer], str]:
-    """Where a tensor of the base stands that is in no layer of the stack: those around it, and its key there."""
+    """Return the dict of the draft that holds a tensor outside the stack's layers, and its key there."""
     for held, infos in zip(draft.beyond, draft.anatomy.beyond, strict=True):
         if (suffix := next((s for s, info in infos.items() if info.name == name), None)) is not None:
             return held, suffix
@@ -192,7 +192,7 @@ def _place_of(draft: Draft, name: str) -> tuple[dict[str, Outer], str]:
 
 
 def _check(base: OpenedBase) -> None:
-    """Raise BadInput for a model that reads ids elsewhere than in its embeddings, or writes no words."""
+    """Raise BadInput for a model that uses ids outside its embeddings, or has no head for words."""
     config = base.folder.config
     if wordless_auto(config) is not None:
         raise BadInput("config.json: a model with a head for labels or answers, which writes no words: not supported")
@@ -212,7 +212,7 @@ def _matched(facts: TrimFacts) -> str:
 
 
 def _claim(facts: TrimFacts) -> Claim:
-    """What logits are on texts of tokens that stay."""
+    """Return the claim for logits on texts of tokens that stay."""
     same = "on texts of tokens that stay, which are cut as before, their logits are bit-identical"
     odd = [count for count in (facts.rows, len(facts.tokens)) if count % HEAD_BLOCK]
     if not odd:

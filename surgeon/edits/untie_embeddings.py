@@ -1,4 +1,4 @@
-"""`untie_embeddings`: the output head gets a tensor of its own, a copy of the embeddings that it was tied to.
+"""`untie_embeddings`: the output head gets its own tensor, a copy of the embeddings that it was tied to.
 
 Tying (Press and Wolf, 2017) makes one matrix both read tokens and score them. The copy has the same bytes, so the
 logits are the base's; from then on each matrix trains by itself.
@@ -16,7 +16,7 @@ from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 
 
 class UntieEmbeddings(Operation):
-    """An output head of its own, which begins as the embeddings that it was tied to."""
+    """Give the output head its own tensor, a copy of the embeddings that it was tied to."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -33,7 +33,7 @@ class UntieEmbeddings(Operation):
     op: Literal["untie_embeddings"]
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Add the tensors that the head lacks, and have the config say that it has its own."""
+        """Add the tensors that the head lacks, and set the config to an untied head."""
         if is_untied(draft):
             raise BadInput("an earlier operation of this plan unties the embeddings; once is enough")
         if not draft.anatomy.tied:

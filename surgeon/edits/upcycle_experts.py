@@ -1,12 +1,11 @@
 """`upcycle_experts`: the MLP of every layer becomes a mixture of experts (sparse upcycling, Komatsuzaki et al., 2023).
 
-The output is a class of transformers that mixes experts, found by building it (`surgeon/edits/sparse/`).
-
-`form: shared`: the base's MLP is the expert that every token passes, and stays as it is; routed experts begin as copies
-of its gate and up with an output matrix of zeros. What they add is exactly zero, whatever the router says.
-`form: copies`: every expert is the base's MLP, and the weights of those chosen sum to one: Σ w_e FFN(x) = FFN(x), but
-for rounding. `fine_grained` is virtual-group initialisation with weight scaling (He et al., 2024); fine-tunes as
-experts are Branch-Train-MiX (Sukhbaatar et al., 2024), with `attention: average` its average of attention too.
+The output is a class of transformers that mixes experts, found by building it (`surgeon/edits/sparse/`). `form:
+shared`: the base's MLP is an unchanged shared expert for every token; routed experts begin as copies of its gate and up
+with an output matrix of zeros. They add exactly zero, whatever the router chooses. `form: copies`: every expert is the
+base's MLP, and the weights of the chosen ones sum to one: Σ w_e FFN(x) = FFN(x), up to rounding. `fine_grained` is
+virtual-group initialisation with weight scaling (He et al., 2024); fine-tunes as experts are Branch-Train-MiX
+(Sukhbaatar et al., 2024); `attention: average` also averages attention as that paper does.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ from surgeon.operations.selectors import LayerSelector, select_layers
 from surgeon.operations.sites import IN_SHARED, default_activation
 
 _BALANCE = 0.01
-# In a list of experts, the base itself.
+# In a list of experts, this name means the base itself.
 BASE = "base"
 _ELSEWHERE = "by a plan of its own, before or after this one"
 
 
 class Prompts(Spec):
-    """Rows of routers by what the base's MLPs read of prompts."""
+    """Settings for router rows made from prompts: the inputs of the base's MLPs on the prompts."""
 
     prompts: Annotated[
         list[Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]],
@@ -69,7 +68,7 @@ class Prompts(Spec):
 
 
 class UpcycleExperts(Operation):
-    """The MLP of every layer becomes a mixture of experts, in a class of transformers that engines know."""
+    """Turn the MLP of every layer into a mixture of experts, in a class of transformers that engines know."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -180,7 +179,7 @@ class UpcycleExperts(Operation):
 
     @model_validator(mode="after")
     def _check(self) -> UpcycleExperts:
-        # Of a list here, as of a union each alternative says what the others would have it be.
+        # Checked here and not by Field, because for a union pydantic reports the errors of every alternative.
         if not 2 <= self._count <= 1024:
             raise ValueError(f"`experts` is a list of {self._count}: give 2 to 1024")
         if isinstance(self.experts, list) and not all(name.strip() for name in self.experts):
@@ -216,12 +215,12 @@ class UpcycleExperts(Operation):
 
     @property
     def _models(self) -> tuple[str, ...]:
-        """The plan's names for the other models that experts are."""
+        """Return the plan's names of the other models that serve as experts."""
         named = () if isinstance(self.experts, int) else self.experts
         return tuple(dict.fromkeys(name for name in named if name != BASE))
 
     def prepare(self, base: OpenedBase) -> None:
-        """Open the other models that are experts, and see to it that routers made of prompts have a tokenizer."""
+        """Open the other models that serve as experts; check for a tokenizer where routers are made from prompts."""
         for name in self._models:
             check_fine_tune(name, base.model(name), base.folder)
         if isinstance(self.router, Prompts):
@@ -232,11 +231,11 @@ class UpcycleExperts(Operation):
                 )
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Random routers: a twin has no tokenizer to read prompts by, and no promise rests on what they choose."""
+        """Return the operation with random routers: a twin has no tokenizer, and no promise depends on routers."""
         return self.model_copy(update={"router": "random"}), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Turn every layer's MLP into experts, and the config into that of the class that has them."""
+        """Turn every layer's MLP into experts, and the config into the config of the class with experts."""
         number = draft.number
         _check(draft)
         mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained)
@@ -277,7 +276,7 @@ class UpcycleExperts(Operation):
         )
 
     def _sparse(self, dense: Dense) -> list[int]:
-        """The layers that get experts. Raises BadInput for one that is chosen and has no FFN."""
+        """Return the layers that get experts. Raises BadInput where a chosen layer has no FFN."""
         chosen = select_layers(self.layers, len(dense.layers))
         lacking = next((index for index in chosen if index not in dense.holders), None)
         if lacking is not None and self.layers != "all":
@@ -285,7 +284,7 @@ class UpcycleExperts(Operation):
         return [index for index in chosen if index in dense.holders]
 
     def _as_grafts(self, draft: Draft, mixture: Mixture, number: int) -> OperationRecord:
-        """Routed experts beside every MLP, by modules that ship with the weights."""
+        """Add routed experts next to every MLP, as grafts whose code ships with the weights."""
         model_type = printable(str(draft.config.get("model_type")))
         found = dense_sites(draft, self.layers)
         balance = _BALANCE if self.balance is None else self.balance
@@ -310,7 +309,7 @@ class UpcycleExperts(Operation):
         )
 
     def _balance(self, target: Target) -> float:
-        """The coefficient of the balancing loss. Raises BadInput where the router would never learn."""
+        """Return the coefficient of the balancing loss. Raises BadInput where the router would never learn."""
         if not target.balanced:
             if self.balance:
                 raise BadInput(
@@ -327,13 +326,13 @@ class UpcycleExperts(Operation):
         return balance
 
     def _amended(self, target: Target, mixture: Mixture) -> str:
-        """What the plan did not ask for, and training needs."""
+        """Describe settings that the plan did not ask for and that training needs."""
         if mixture.chosen == 1 and not target.balanced:
             return "; weights are not renormalised (norm_topk_prob: false), else the router would get no gradient"
         return self._amended_by(mixture.balance)
 
     def _amended_by(self, balance: float) -> str:
-        """What is said of a balancing loss that the plan did not ask for."""
+        """Describe a balancing loss that the plan did not ask for."""
         if self.balance is None and balance:
             return f"; a balancing loss of {balance:g} is on, by which routers learn from the first step"
         return ""
@@ -369,7 +368,7 @@ class UpcycleExperts(Operation):
         return Claim("rounding", f"{one} compute what the base's MLP does, in another order of sums")
 
     def _recipe(self, made: Made, layer: LayerDraft, down: str, label: str) -> Recipe:
-        """How one tensor of a layer comes to be; `down` is the suffix of the matrix by which its MLP writes."""
+        """Return the recipe of one tensor of a layer; `down` is the suffix of its MLP's down projection."""
         key = f"{label}.{made.suffix}"
         dtype = layer.tensors[down].dtype
         match made.role:
@@ -388,7 +387,8 @@ class UpcycleExperts(Operation):
             return self._mean(made.takes[0], layer)
         if still or made.role == "copied" or (self.init == "copy" and not cut and not self._models):
             return joined
-        # Of experts in one tensor each matrix comes for itself: gate and up of one after the other, or outputs.
+        # Where one tensor holds all experts, make it matrix by matrix: gate and up of each expert in turn, or the
+        # output.
         each = len(made.takes) // (self._count * self.fine_grained) or 1
         parts: list[Recipe] = []
         for nth, take in enumerate(made.takes):
@@ -402,7 +402,7 @@ class UpcycleExperts(Operation):
         return parts[0] if len(parts) == 1 else piled(parts, made.shape)
 
     def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Copy | Imported:
-        """Rows of the MLP that expert `copy` begins as, of the base or of another model."""
+        """Return rows of the MLP that expert `copy` begins as, from the base or another model."""
         source = layer.tensors[take.suffix]
         assert isinstance(source, Copy), take.suffix
         shape = (take.stop - take.start, *source.shape[1:])
@@ -413,14 +413,15 @@ class UpcycleExperts(Operation):
         return Imported("model", name, source.source, source.dtype, shape, (take.start, take.stop))
 
     def _mean(self, take: Take, layer: LayerDraft) -> Recipe:
-        """The mean of a tensor of attention over all models that are experts."""
+        """Return the mean of an attention tensor over all models that serve as experts."""
         return Summed(tuple(self._whole(take, layer, n) for n in range(self._count)), (1,) * self._count, self._count)
 
     def _born(self, matrix: Recipe, made: Made, expert: str, key: str) -> Recipe:
-        """A matrix of one expert as the init has it; the neurons drawn at random are the same in its three matrices."""
+        """Return a matrix of one expert after `init`; random neurons are the same in the expert's three matrices."""
         match self.init:
             case "noise":
-                # As Drop-Upcycling's baseline has it; with `noise`, as it was before that: on all neurons.
+                # The default is Drop-Upcycling's baseline; with `noise`, all neurons get noise, as in an earlier
+                # version.
                 std, relative = self.noise or self.noise_std or 0.02, self.noise is not None
                 share = self.noise_share or (1.0 if relative else 0.5)
                 return Noised(matrix, f"{expert}.neurons", key, share, int(made.role == "down"), std, relative)
@@ -430,7 +431,7 @@ class UpcycleExperts(Operation):
         return matrix
 
     def _router(self, made: Made, key: str, dtype: str, layer: LayerDraft) -> Recipe:
-        """Rows that are random, or by prompts; of copies that are cut, the same for all that were one."""
+        """Return random router rows, or rows from prompts; segments of one copy share a row."""
         count, width = made.shape
         if isinstance(self.router, Prompts):
             prompts = tuple(map(tuple, self.router.prompts))
@@ -447,7 +448,7 @@ class UpcycleExperts(Operation):
 
 
 def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Copy:
-    """Rows of the layer's tensors, one piece below the other."""
+    """Return rows of the layer's tensors, one piece below another."""
     pieces: list[tuple[Copy, int, int]] = []
     for take in takes:
         source = layer.tensors[take.suffix]
@@ -474,7 +475,7 @@ def _check(draft: Draft) -> None:
 
 
 def _dense(draft: Draft) -> Dense:
-    """The base as classes with experts are made of it. Raises NoTarget where none could hold its layers."""
+    """Return the base as classes with experts see it. Raises NoTarget where none could hold its layers."""
     if (further := next(iter(draft.anatomy.further), None)) is not None:
         raise NoTarget(
             f"{printable(further)}: layers that predict further tokens have an MLP of their own; take these out, or"

@@ -2,9 +2,8 @@
 
 A group is a key-value head with the query heads that read it, as many as in the base. [W_q; Q], [W_k; K], [W_v; V] and
 [W_o, 0], heads of the same size: the native class with more heads, and the same function (Gesmundo and Maile, 2023).
-
-Under a norm over all heads, x / √(mean x² + ε), Q and K are copies: with every head there as often as every other, the
-mean is what it was.
+Under a norm over all heads, x / √(mean x² + ε), Q and K are copies: with every head copied equally often, the mean does
+not change.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaul
 
 
 class WidenAttention(Operation):
-    """New groups of attention heads, which add nothing at birth."""
+    """Add groups of attention heads, which add nothing at birth."""
 
     papers: ClassVar[tuple[Paper, ...]] = (COMPOSABLE,)
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: new heads alone", lr=2e-4)
@@ -60,7 +59,7 @@ class WidenAttention(Operation):
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return why a twin of the output may break the promise, and what to do then."""
         return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
@@ -98,7 +97,7 @@ class WidenAttention(Operation):
 
 
 def _check_widths_of_norms(draft: Draft, growing: Sequence[Collection[str]]) -> None:
-    """Raise BadInput where a norm over all heads stays as wide as it is."""
+    """Raise BadInput where a norm over all heads would not grow with the heads."""
     sizes = draft.anatomy.sizes
     for number, (kind, grown) in enumerate(zip(draft.anatomy.kinds, growing, strict=True)):
         for part in norms_of_all_heads(kind, sizes.head_dim) if grown else ():

@@ -34,7 +34,7 @@ NET2NET = Paper(
 
 
 class WidenFFN(Operation):
-    """More neurons in every FFN, which add nothing at birth."""
+    """Add neurons to every FFN, which add nothing at birth."""
 
     papers: ClassVar[tuple[Paper, ...]] = (NET2NET, COMPOSABLE)
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: new neurons alone", lr=2e-4)
@@ -60,11 +60,11 @@ class WidenFFN(Operation):
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return why a twin of the output may break the promise, and what to do then."""
         return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """A few neurons more: a multiple of what kernels take at once, as may be what the plan asks for."""
+        """Return the operation for a twin: a few neurons more, by a multiple of what kernels take at once."""
         by = self.by if self.by is not None and self.by < NEURONS else NEURONS
         return self.model_copy(update={"to": None, "by": by}), None
 

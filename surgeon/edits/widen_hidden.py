@@ -1,9 +1,9 @@
-"""`widen_hidden`: a wider residual stream that carries itself several times, [x; x].
+"""`widen_hidden`: a wider residual stream that holds several copies of the old one, [x; x].
 
-Whatever writes to the stream (embeddings, attention output, down projection, norms behind these) does so several times,
-and whatever reads it reads the first part alone: [W, 0]. The root mean square of [x; x] is that of x, so norms keep
-their weights and their ε: [γ; γ] (the doubling form of bert2BERT, Chen et al. 2022, and LEMON, Wang et al. 2024, with
-all of a reader's weight on the first copy). The native class with a larger `hidden_size`, and the same function.
+Tensors that write to the stream (embeddings, attention output, down projection, norms after these) write every copy,
+and tensors that read the stream read only the first copy: [W, 0]. The root mean square of [x; x] is that of x, so norms
+keep their weights and their ε: [γ; γ] (the doubling form of bert2BERT, Chen et al. 2022, and LEMON, Wang et al. 2024,
+with a reader's whole weight on the first copy). The native class with a larger `hidden_size`, and the same function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_AXES = 2
 
 
 class WidenHidden(Operation):
-    """A wider residual stream, which adds nothing at birth."""
+    """Widen the residual stream, which adds nothing at birth."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -70,11 +70,11 @@ class WidenHidden(Operation):
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return why a twin of the output may break the promise, and what to do then."""
         return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Widen what reads, writes and scales the stream, in every layer and outside of them."""
+        """Widen the tensors that read, write and scale the stream, in every layer and outside the layers."""
         number = draft.number
         check_alone(draft, "hidden_size")
         _check(draft)
@@ -97,7 +97,10 @@ class WidenHidden(Operation):
         )
 
     def _times(self, before: int) -> int:
-        """How many times as wide. Raises BadInput where that is no whole number, or too much."""
+        """Return how many times as wide the stream becomes.
+
+        Raises BadInput where it is no whole number, or too large.
+        """
         if self.times is None:
             assert self.to is not None
             if self.to <= before or self.to % before:
@@ -123,7 +126,7 @@ def _check(draft: Draft) -> None:
 
 
 def _other_fields(draft: Draft, fields: dict[str, int]) -> str:
-    """The fields that change beside the stream's width, in words."""
+    """Describe the fields that change in addition to the stream's width."""
     part = part_of(draft.config, draft.anatomy.derivation.path)
     hidden = draft.anatomy.sizes.hidden
     others = {key: value for key, value in fields.items() if key in part and part[key] not in (hidden, value)}
@@ -131,7 +134,7 @@ def _other_fields(draft: Draft, fields: dict[str, int]) -> str:
 
 
 def _plain(recipe: Recipe, name: str) -> Copy:
-    """A tensor of the base. Raises BadInput for one in another format."""
+    """Return a tensor of the base. Raises BadInput where it is quantised."""
     assert isinstance(recipe, Copy), name
     if recipe.dtype not in FLOAT_DTYPES:
         raise BadInput(
@@ -141,10 +144,10 @@ def _plain(recipe: Recipe, name: str) -> Copy:
 
 
 def _wider(of: Copy, axes: Axes, times: int) -> Joined:
-    """A tensor for the wider stream, along one axis or two; parts of one axis grow each for itself."""
+    """Return a tensor for the wider stream, along one axis or two; the parts of an axis grow separately."""
     if len(axes) == 1:
         return _along(of, axes[0], times, lambda part: part)
-    # Copies of what there is are those of the tensor that reads the wider stream.
+    # The axis of copies comes first: they also copy the zeros along the axis that reads the stream.
     one, other = sorted(axes, key=lambda axis: axis.new is not None)
     if len(axes) > _MOST_AXES or len(other.shares) > 1 or (new := other.new) is None:
         raise BadInput(
@@ -156,7 +159,7 @@ def _wider(of: Copy, axes: Axes, times: int) -> Joined:
 
 
 def _along(of: Copy, axis: Axis, times: int, beside: Callable[[Copy], Recipe]) -> Joined:
-    """A tensor with what is new along one axis, each of its parts made wider `beside` it."""
+    """Return a tensor grown along one axis; `beside` widens each of its parts along the other axis."""
     number, size = axis.axis, of.shape[axis.axis]
     pieces: list[Recipe] = []
     begin = 0

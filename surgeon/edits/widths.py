@@ -1,7 +1,7 @@
-"""What operations that change widths share: an FFN's, or attention's, tensors with more rows or columns.
+"""Code shared by operations that change widths: tensors of an FFN, or of attention, with more rows or columns.
 
-Sums over a wider FFN, or over more heads, are taken in another order by most kernels, so the function is the same in
-exact arithmetic and logits differ by rounding, also where everything new is zero: on CPUs in float32 in most shapes, in
+Most kernels sum over a wider FFN, or over more heads, in another order. So the function is the same in exact
+arithmetic, but logits differ by rounding, even where everything new is zero: on CPUs in float32 in most shapes, in
 bfloat16 in some.
 """
 
@@ -32,7 +32,7 @@ COMPOSABLE = Paper(
 
 
 def check_alone(draft: Draft, size: str) -> None:
-    """Raise BadInput where an earlier operation of the plan changed something else than widths, or this `size` too."""
+    """Raise BadInput where an earlier operation of the plan changed anything but widths, or changed this `size` too."""
     if draft.records and not draft.widths:
         raise BadInput("widths change in a plan of their own: apply the operations before it first, then this one")
     if draft.widths and "hidden_size" in (size, *draft.widths):
@@ -47,9 +47,9 @@ def check_alone(draft: Draft, size: str) -> None:
 
 
 def parts_with(draft: Draft, layer: int, roles: Sequence[Role]) -> dict[str, Part]:
-    """The tensors of a layer that hold rows of modules of these roles, by suffix.
+    """Return the tensors of a layer that hold rows of modules with these roles, by suffix.
 
-    Raises BadInput where one of the roles is not there as one plain matrix, as in a mixture of experts.
+    Raises BadInput where a role has not exactly one plain matrix, as in a mixture of experts.
     """
     kind = draft.kind_of(layer)
     found: dict[str, Part] = {}
@@ -74,14 +74,14 @@ def parts_with(draft: Draft, layer: int, roles: Sequence[Role]) -> dict[str, Par
 
 
 def which_layers(wider: Collection[int], draft: Draft) -> str:
-    """Which layers become wider: all, or those that have what becomes wider."""
+    """Describe which layers become wider: all, or those that have the widened modules."""
     if len(wider) == len(draft.layers):
         return f"all {len(wider)} layers"
     return f"{show_layers(sorted(wider))}, which have them"
 
 
 def check_free(draft: Draft, *, beside: Sequence[str] = ()) -> None:
-    """Raise BadInput where a graft has tensors as wide as what changes, but for those of the kinds `beside`."""
+    """Raise BadInput where a graft has tensors of the changing width, except grafts of the kinds `beside`."""
     for index, layer in enumerate(draft.layers):
         for graft in layer.grafts:
             if graft.kind not in beside and (
@@ -94,7 +94,7 @@ def check_free(draft: Draft, *, beside: Sequence[str] = ()) -> None:
 
 
 def with_rows(recipe: Recipe, part: Part, more: Mapping[Role, Sequence[Recipe]]) -> Joined:
-    """A tensor with more rows behind those of each of its blocks."""
+    """Return a tensor with more rows after the rows of each of its blocks."""
     if len(part.blocks) == 1:
         return side_by_side((recipe, *more[part.role]), 0)
     assert isinstance(recipe, Copy), part.suffix
@@ -111,13 +111,13 @@ def widen(
 ) -> set[str]:
     """Give a layer's modules that read the stream `more` rows, and the one that writes `more` columns.
 
-    Of biases of the former as many zeros; the latter's stays. Returns the suffixes that changed.
+    Biases of reading modules get as many zeros; the writing module's bias stays. Returns the suffixes that changed.
     """
     home = draft.layers[layer]
     changed: set[str] = set()
     for suffix, part in parts_with(draft, layer, (*reading, writing)).items():
         recipe = home.tensors[suffix]
-        # A layer may hold its matrices in several dtypes: what is new is stored as what it stands in.
+        # A layer's matrices may have several dtypes: a new piece gets the dtype of the matrix that it joins.
         born = {role: tuple(_stored_as(recipe.dtype, piece) for piece in pieces) for role, pieces in more.items()}
         if part.blocks[0][0] == writing:
             if part.kind != "weight":
@@ -145,9 +145,9 @@ def _stored_as(dtype: str, piece: Recipe) -> Recipe:
 
 
 def drawn(draft: Draft, new: New, init: str, reads: int) -> Random:
-    """Normal values for what is new in a matrix that reads so many numbers, of the variance that `init` names.
+    """Return normal values for the new part of a matrix with `reads` inputs, of the variance that `init` names.
 
-    Of modules that are not known by a role alone each draws for itself.
+    Modules without a unique role are drawn by their suffix, each separately.
     """
     std = math.sqrt(VARIANCES[init](reads, len(draft.layers)))
     key = new.role if new.role and new.part.expert is None else f"{new.part.suffix}.{new.role}".removesuffix(".")
@@ -155,7 +155,10 @@ def drawn(draft: Draft, new: New, init: str, reads: int) -> Random:
 
 
 def check_norms(draft: Draft, growing: Sequence[Collection[str]]) -> None:
-    """Raise BadInput where a norm grows, of each kind by suffix: queries or keys are normalised over all heads then."""
+    """Raise BadInput where a norm grows: queries or keys are then normalised over all heads together.
+
+    `growing` are the growing suffixes of each kind of layers.
+    """
     for layer, suffix in norms_that_grow(draft, growing).items():
         raise BadInput(
             f"layer {layer} ({suffix}): queries and keys are normalised over all heads together, so new heads of zeros"
@@ -164,7 +167,7 @@ def check_norms(draft: Draft, growing: Sequence[Collection[str]]) -> None:
 
 
 def norms_that_grow(draft: Draft, growing: Sequence[Collection[str]]) -> dict[int, str]:
-    """A norm over all heads of each kind that has one, by the lowest layer of the kind."""
+    """Return, by the lowest layer of each kind that has one, the suffix of a growing norm over all heads."""
     found: dict[int, str] = {}
     for number, (kind, grown) in enumerate(zip(draft.anatomy.kinds, growing, strict=True)):
         wide = [part for part in kind.parts if part.kind == "norm" and len(part.shape) == 1 and part.suffix in grown]

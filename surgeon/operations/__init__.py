@@ -1,8 +1,8 @@
-"""The operations a plan can ask for: the papers' are one file each here, all others one file each in `surgeon/edits`.
+"""The operations a plan can use: those of papers, one file each here, and all others, one file each in `surgeon/edits`.
 
-An operation is a pydantic spec (what the plan may say) with a method `edit(draft, facts)` that changes the
-draft and returns an `OperationRecord`; everything else that the house needs to know of it is in its class too
-(operation.py). An edit is found by its file alone.
+An operation is a pydantic spec (what the plan may contain) with a method `edit(draft, facts)` that changes the draft
+and returns an `OperationRecord`; everything else about it is in its class too (operation.py). An edit is found by its
+file; no list names it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OF_PAPERS: tuple[type[Operation], ...] = (
 
 
 def _built_in() -> dict[str, type[Operation]]:
-    """The papers' operations by their keys, and that of each module of `surgeon/edits` that has one."""
+    """Return the operations by key: the papers' ones, and the one of each module of `surgeon/edits` that has one."""
     found = list(_OF_PAPERS)
     for file in iter_modules(import_module("surgeon.edits").__path__, "surgeon.edits."):
         made = (each for each in vars(import_module(file.name)).values() if isinstance(each, type))
@@ -54,12 +54,12 @@ def _admitted(plugin: Plugin) -> type[Operation]:
     return value
 
 
-# The key in plans → the operation; those of plugins after the built-in ones.
+# The key in plans → the operation; plugins' operations come after the built-in ones.
 OPERATIONS: Registry[type[Operation]] = Registry(GROUP, _built_in, _admitted)
 
 
 class AnyOperation:
-    """Marks a field of a plan that takes every operation by its `op`; they are looked up when the schema is built."""
+    """A marker for a plan's field that accepts every operation by its `op`, looked up when the schema is built."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -68,19 +68,20 @@ class AnyOperation:
 
 
 def papers_of(done: Iterable[tuple[str, Iterable[str]]]) -> list[Paper]:
-    """The papers behind operations, each given by its key and the inits of the layers that it made; each paper once.
+    """Return the papers of operations, each paper once.
 
-    An operation that is unknown here (of a newer surgeon, or of a plugin that is not installed) has none.
+    Each operation is given by its key and the inits of the layers that it made. An unknown operation (of a newer
+    surgeon, or of a plugin that is not installed) has no papers.
     """
     found = [paper for op, inits in done if op in OPERATIONS for paper in OPERATIONS[op].papers_for(inits)]
     return list(dict.fromkeys(found))
 
 
 def origin_of(op: str, init: str) -> Origin:
-    """What a layer that operation `op` made is to who looks at it; of one that is unknown here, `made`."""
+    """Return how pictures show a layer that operation `op` made; `made` where the operation is unknown."""
     return OPERATIONS[op].origin_of(init) if op in OPERATIONS else "made"
 
 
 def legends() -> dict[str, Legend]:
-    """How grafts are explained, by the letter that their signs begin with, in the order of the operations."""
+    """Return the legends of grafts, by the first letter of their signs, in the order of the operations."""
     return {letter: legend for operation in OPERATIONS.values() for letter, legend in operation.legend.items()}

@@ -1,6 +1,6 @@
-"""`classification_head`: a head for labels on an encoder that has none. `surgeon train` adds it; no plan asks for it.
+"""`classification_head`: a head for labels on an encoder without one. `surgeon train` adds it; no plan can name it.
 
-Its values are drawn, so before training it says nothing; the base's tensors, a former head's too, stay as they are.
+Its values are random, so its outputs mean nothing before training; the base's tensors, also of an old head, are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from surgeon.operations.operation import Operation
 
 
 class ClassificationHead(Operation):
-    """What transformers' class for classifying texts has beside the encoder, for the labels of some data."""
+    """The tensors that transformers' text-classification class has besides the encoder, for the labels of some data."""
 
     op: Literal["classification_head"] = "classification_head"
     labels: Annotated[list[str], Field(min_length=2, description="names of the labels, by their numbers")]
@@ -26,7 +26,7 @@ class ClassificationHead(Operation):
     on_encoders = True
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Add the tensors that the checkpoint lacks, and name class and labels in the config."""
+        """Add the tensors that the checkpoint lacks, and set class and labels in the config."""
         if not draft.anatomy.family.encoder:
             raise BadInput(f"the base is a decoder ({draft.anatomy.family.model_type}); heads are made for encoders")
         outer = draft.anatomy.outer

@@ -1,8 +1,8 @@
-"""`control_llm`: expanded twins beside (concat) or copies on top of (stack) chosen layers (Control LLM).
+"""`control_llm`: trainable copies parallel to (concat) or on top of (stack) chosen layers (Control LLM).
 
-Wei et al., arXiv:2501.10979, sections 3.2 and 3.3, figure 5. Concat: a copy of the layer runs on the same input, and
-an interpolator makes one output of both; born equal, they are fused without rounding, whatever α is. Stack: a copy
-above the layer that adds nothing at birth. Hybrid: the two by turns, stack first, as in the public code.
+Wei et al., arXiv:2501.10979, sections 3.2 and 3.3, figure 5. Concat: a copy of the layer runs on the same input, and an
+interpolator combines both outputs; equal at birth, they are combined without rounding, whatever α is. Stack: a copy
+above the layer that adds nothing at birth. Hybrid: both in turn, stack first, as in the public code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTROL_LLM = Paper(
 
 
 class Interpolator(Spec):
-    """How the two branches become one (section 3.3): α is the share of the expanded one."""
+    """How the outputs of the two branches are combined (section 3.3); α is the share of the expanded branch."""
 
     kind: Annotated[
         str,
@@ -54,7 +54,7 @@ class Interpolator(Spec):
 
     @property
     def rule(self) -> Interpolation:
-        """What holds of this kind of interpolator."""
+        """Return the rules of this kind of interpolator."""
         return INTERPOLATORS[self.kind]
 
     @model_validator(mode="after")
@@ -79,7 +79,7 @@ def _no_attention(kind: object) -> object:
 
 
 class Divergence(Spec):
-    """What keeps the expanded branch near the pre-trained one in training (section 3.4)."""
+    """The loss that keeps the expanded branch near the pre-trained one in training (section 3.4)."""
 
     kind: Annotated[
         str,
@@ -91,7 +91,7 @@ class Divergence(Spec):
 
 
 class ControlLLM(Operation):
-    """Trainable copies of chosen layers: beside them with an interpolator, on top of them, or by turns."""
+    """Add trainable copies of chosen layers: parallel with an interpolator, on top, or both in turn."""
 
     papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
@@ -136,16 +136,16 @@ class ControlLLM(Operation):
 
     @property
     def attaches(self) -> bool:
-        """Copies on top are layers like any other."""
+        """Return whether grafts are attached; copies on top are native layers."""
         return self.expansion != "stack"
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return what to do where a twin of the output breaks the promise."""
         return "use another graft, or operations that add layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Attach the branches, insert the copies, and say what was matched and what is promised."""
+        """Attach the branches, insert the copies, and return what was matched and what is promised."""
         number = draft.number
         layers = select_layers(self.layers, len(draft.layers))
         stacked, beside = self._split(layers)
@@ -164,7 +164,7 @@ class ControlLLM(Operation):
         return OperationRecord(self.op, "; ".join(matched), claim, trains="new")
 
     def _split(self, layers: list[int]) -> tuple[list[int], list[int]]:
-        """Layers that get a copy on top, and layers that get one beside them."""
+        """Return the layers that get a copy on top, and the layers that get a parallel one."""
         match self.expansion:
             case "concat":
                 return [], layers
@@ -186,7 +186,7 @@ class ControlLLM(Operation):
             raise BadInput(
                 f"layer {layer} has {barred.text}, which cannot be copied into a twin: attach control blocks first"
             )
-        # The twin of a layer with an adapter or experts has them too: else the two would not be born equal.
+        # The twin of a layer with an adapter or experts has them too; otherwise the two would differ at birth.
         twin = {f"{BRANCH}{suffix}": recipe for suffix, recipe in draft.opened(layer).items()}
         entry = {"interpolator": self.interpolator.model_dump(), "divergence": self.divergence.model_dump()}
         grafts = [Graft("control", entry, twin | self._gate(draft, number, layer), number)]
@@ -194,7 +194,7 @@ class ControlLLM(Operation):
         return grafts
 
     def _gate(self, draft: Draft, number: int, layer: int) -> dict[str, Recipe]:
-        """The interpolator's tensors as the runtime gives them birth: none for a fixed lerp."""
+        """Return the interpolator's tensors with the runtime's initial values; none for a fixed lerp."""
         spec = InterpolatorSpec(**self.interpolator.model_dump())
         births = self.interpolator.rule.births(spec, draft.anatomy.sizes.hidden)
         return recipes_of(births, INTERPOLATOR, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))

@@ -1,8 +1,8 @@
-"""Recipes for the experts of a layer fused by optimal transport: matched first, then each pair fused as an MLP is.
+"""Recipes for the experts of a layer fused by optimal transport: matched first, then each pair fused like an MLP.
 
-Which expert is which says the router: a linear assignment matches the rows of both layers' routers, after T_in like any
-module that reads the stream behind attention. The neurons of each pair are then aligned by maps of their own, as in a
-dense layer (OpT-DeUS, Algorithm 1), and everything that the router holds of each expert follows the assignment.
+The routers decide which experts match: a linear assignment matches the rows of both layers' routers, after T_in like
+any module that reads the stream after attention. The neurons of each pair are then aligned by their own maps, as in a
+dense layer (OpT-DeUS, Algorithm 1). All router entries of an expert follow the assignment.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from surgeon.blueprint.recipes import (
 
 
 def of_experts(suffix: str) -> str:
-    """A tensor's suffix, the same for all experts of a layer: `mlp.experts.*.down_proj.weight`."""
+    """Return a tensor's suffix with the expert's number replaced by `*`: `mlp.experts.*.down_proj.weight`."""
     return re.sub(r"\.\d+\.", ".*.", suffix)
 
 
 def is_of_experts(part: Part) -> bool:
-    """Whether a part is of experts or their router, as far as these are known."""
+    """Return whether a part belongs to experts or their router, where these are known."""
     return part.expert is not None or any(role == "router" for role, _ in part.blocks)
 
 
 def router_of(parts: Iterable[Part]) -> Part | None:
-    """The router's matrix, a row for each expert; None in a layer without experts that can be aligned."""
+    """Return the router's matrix, a row for each expert; None in a layer without experts that can be aligned."""
     return next((part for part in parts if part.kind == "weight" and part.expert is None and is_of_experts(part)), None)
 
 
@@ -51,12 +51,12 @@ def fuse_experts(
     cost_first: bool,
     skip: frozenset[str],
 ) -> dict[str, Recipe]:
-    """Recipes, by suffix, of experts and router fused from layers `below` and `below + 1`, but of what is in `skip`.
+    """Return recipes, by suffix, of experts and router fused from layers `below` and `below + 1`.
 
-    Adds to the draft the matching `{label}.experts` and, for expert `e` of the upper layer, the maps
-    `{label}.experts.{e}.{role}`. `t_in` is of what reads the stream behind attention; with
-    `cost_first` rows are compared before it. Nothing where a layer has no
-    experts, or none that can be aligned.
+    Tensors in `skip` are left out. Adds to the draft the matching `{label}.experts` and, for expert `e` of the upper
+    layer, the maps `{label}.experts.{e}.{role}`. `t_in` is the map for modules that read the stream after attention;
+    with `cost_first` rows are compared before they are moved by it. Empty where a layer has no experts, or none that
+    can be aligned.
     """
     kind = draft.kind_of(below)
     router = router_of(kind.parts)
@@ -110,7 +110,7 @@ def _add_maps(
     settings: tuple[tuple[str, object], ...],
     cost_first: bool,
 ) -> None:
-    """The maps between the neurons of each pair, for the modules that something is made of."""
+    """Add the maps between the neurons of each pair, for the `needed` roles."""
     for (lower, upper), moved in zip(pairs, blocks, strict=True):
         for block in moved:
             name = block.t_out.coupling
@@ -123,18 +123,18 @@ def _add_maps(
 
 
 def _router_block(part: Part, matching: str, t_in: MapRef) -> Block:
-    """How a router's matrix, its bias, or another number for each expert follows the assignment."""
+    """Return the block that moves a router's matrix, its bias, or another per-expert tensor by the assignment."""
     rows = part.shape[0]
     if part.kind == "weight":
         return Block(0, rows, t_in, MapRef(matching))
     if len(part.shape) == 1:
         return Block(0, rows, IDENTITY, MapRef(matching))
-    # Experts along the second axis: columns are what moves.
+    # Experts along the second axis: the columns move.
     return Block(0, rows, MapRef(matching), IDENTITY)
 
 
 def _neuron_blocks(part: Part, expert: str, t_in: MapRef) -> tuple[Block, ...]:
-    """The modules of one expert's tensor, each aligned by its own map."""
+    """Return the blocks of one expert's tensor, each aligned by its own map."""
     blocks: list[Block] = []
     start = 0
     for role, rows in part.blocks:
@@ -145,7 +145,10 @@ def _neuron_blocks(part: Part, expert: str, t_in: MapRef) -> tuple[Block, ...]:
 
 
 def _banks(parts: Iterable[Part]) -> list[list[Part]]:
-    """Tensors of the same modules, in the order of experts; what holds all experts is alone. Weights come first."""
+    """Group tensors of the same modules in the order of experts; a tensor of all experts is a group of its own.
+
+    Groups of weights come first.
+    """
     found: dict[object, list[Part]] = {}
     for part in parts:
         assert part.expert is not None
@@ -161,7 +164,7 @@ def _number(part: Part) -> int:
 
 
 def _shares(bank: list[Part], tensors: Mapping[str, Recipe]) -> tuple[Recipe, ...]:
-    """What each expert has of a bank, as it is used."""
+    """Return each expert's share of a group of tensors, as it is used."""
     stored = bank[0].expert
     assert stored is not None
     if stored.number is not None:

@@ -1,10 +1,11 @@
 """Recipes for a layer fused by optimal transport: OpT-DeUS, Algorithm 1, with the flow of Tables 1 and 7.
 
-Pure data: which map aligns which module from which side. The maps are computed in `surgeon.transport`.
+Plain data: which map aligns which module from which side. The maps are computed in `surgeon.transport`.
 
-Spaces inside a layer (families/inner_spaces.py) are fused by one map for the units of each, wherever they occur. The
-lower layer's units are matched with the upper one's by all that both hold of them, and moved everywhere: what the layer
-computes is a sum over units, whose order is nobody's. Rows of a tensor that no space has are averaged as they stand.
+Spaces inside a layer (anatomy/inner_spaces.py) are sets of interchangeable units; one map for each space aligns them,
+wherever they occur. The lower layer's units are matched with the upper layer's by everything that the tensors hold for
+them, and moved everywhere: the layer computes a sum over units, in any order. Rows that belong to no space are averaged
+without alignment.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _ROWS, _COLUMNS = 0, 1
 
 
 def spaces_of(anatomy: Anatomy, layer: int, kind: LayerKind) -> tuple[Space, ...]:
-    """The spaces of base layer `layer` by which modules of no known role are aligned; they are not looked for in vain.
+    """Return the spaces of base layer `layer` that align modules without a known role; not searched if all have roles.
 
-    A space whose units are rows of a module that has a role, and so a map of its own, is none.
+    A space whose units are rows of a module that has a role, and so a map of its own, is left out.
     """
     if all(part.blocks for part in kind.parts):
         return ()
@@ -48,19 +49,19 @@ def spaces_of(anatomy: Anatomy, layer: int, kind: LayerKind) -> tuple[Space, ...
 
 
 def of_spaces(spaces: Iterable[Space]) -> set[str]:
-    """The suffixes of tensors that are aligned by spaces, biases of what reads one and writes the stream among them."""
+    """Return the suffixes of tensors that spaces align, including biases of modules that read a space."""
     found = {slot.suffix for space in spaces for slot in space.slots}
     return found | {f"{suffix.removesuffix('.weight')}.bias" for suffix in found}
 
 
 def columns_of(spaces: Iterable[Space], suffix: str, label: str) -> MapRef:
-    """The map of a tensor's columns."""
+    """Return the map of a tensor's columns."""
     found = (_map(space, slot, label) for space, slot in _slots(spaces, suffix, _COLUMNS))
     return next(found, IDENTITY)
 
 
 def blocks_of(spaces: Collection[Space], part: Part, label: str) -> tuple[Block, ...]:
-    """How a tensor without a role is aligned: its rows from the top down."""
+    """Return the blocks that align a tensor without a role, from its first row to its last."""
     t_in = columns_of(spaces, part.suffix, label)
     blocks: list[Block] = []
     begin = 0
@@ -86,11 +87,11 @@ def add_spaces(
 ) -> None:
     """Add the map of each space to the draft, named `{label}.{space}`.
 
-    With `cost_first` units are compared before those of other spaces, which are columns there, are moved.
+    With `cost_first` units are compared before the columns that belong to other spaces are moved.
     """
     rows = {slot.suffix for space in spaces for slot in space.slots if slot.axis == _ROWS}
     for space in spaces:
-        # What is rows of another space is compared there.
+        # Tensors whose rows belong to another space are compared there.
         own = [slot for slot in space.slots if slot.axis == _ROWS or slot.suffix not in rows]
         t_in = {
             slot.suffix: IDENTITY if cost_first or slot.axis == _COLUMNS else columns_of(spaces, slot.suffix, label)
@@ -128,10 +129,10 @@ Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
 Heads = Literal["free", "blocks"]
 Unaligned = Literal["refuse", "average"]
 
-# Modules that solve a transport problem of their own, in the order of the layer; the rest (norms) borrow a map.
+# Roles that get a transport problem of their own, in the order of the layer; the rest (norms) borrow a map.
 _SOLVED: tuple[Role, ...] = ("query", "key", "value", "output", "gate", "up", "down")
 _OF_HEADS: tuple[Role, ...] = ("query", "key", "value")
-# What reads the residual stream behind attention.
+# Roles that read the residual stream after attention.
 _READ_OUTPUT: frozenset[Role] = frozenset({"gate", "up", "router", "shared_gate"})
 
 
@@ -148,16 +149,15 @@ def fuse_layers(
     unaligned: Unaligned = "refuse",
     order: Order = "align_first",
 ) -> dict[str, Recipe]:
-    """Recipes, by suffix, of the layer fused from layers `below` and `below + 1` of the draft.
+    """Return recipes, by suffix, of the layer fused from layers `below` and `below + 1` of the draft.
 
-    With `heads` "blocks" query, key and value are aligned by whole heads, and the attention output takes the query
+    With `heads` "blocks" query, key and value are aligned by whole heads, and the attention output uses the query
     heads' map as its T_in in every flow: its columns are those heads. With `support` rows are compared by activations,
-    which only layers of the base have: BadInput for others. Modules of no known role are averaged; BadInput names them
-    where `unaligned` says refuse. `order` says whether T_in moves the lower layer's rows before their cost is taken.
-
-    Adds the couplings they share to the draft, named `{label}.{role}`. Tensors in `skip` are zeroed afterwards:
-    a map that nothing but them needs is not computed (down_proj's, in families without post-norms); o_proj's is,
-    since gate and up take it as their T_in.
+    which only layers of the base have; raises BadInput for others. Modules without a known role are averaged; where
+    `unaligned` is "refuse", BadInput names them. `order` decides whether T_in moves the lower layer's rows before their
+    cost is computed. Adds the shared couplings to the draft, named `{label}.{role}`. Tensors in `skip` are zeroed
+    afterwards: a map that only they need is not computed (down_proj's, in families without post-norms); o_proj's map
+    is, since gate and up use it as their T_in.
     """
     kind = draft.kind_of(below)
     if support is not None:
@@ -201,7 +201,7 @@ def fuse_layers(
 
 @dataclass(frozen=True)
 class Ways:
-    """How a kind of layer is fused: by which router experts are matched, and what is averaged for want of a role."""
+    """How a kind of layer is fused: the router by which experts are matched, and the modules that are only averaged."""
 
     router: str
     averaged: tuple[str, ...]
@@ -213,7 +213,7 @@ class Ways:
 
 
 def ways(anatomy: Anatomy, layer: int, kind: LayerKind, skip: frozenset[str]) -> Ways:
-    """How layers of a kind, as base layer `layer` is, would be fused, whose tensors in `skip` become constants."""
+    """Return how layers like base layer `layer` are fused, if the tensors in `skip` become constants."""
     router = router_of(kind.parts)
     left = tuple(_unaligned(kind, skip, spaces_of(anatomy, layer, kind)))
     return Ways("" if router is None else _module(router.suffix), left)
@@ -222,7 +222,7 @@ def ways(anatomy: Anatomy, layer: int, kind: LayerKind, skip: frozenset[str]) ->
 def _check_aligned(
     model_type: str, kind: LayerKind, skip: frozenset[str], unaligned: Unaligned, spaces: Sequence[Space]
 ) -> None:
-    """Raise BadInput where nothing of a layer can be aligned, or something cannot be and the plan refuses that."""
+    """Raise BadInput where nothing of a layer can be aligned, or a module cannot be and the plan refuses that."""
     if not spaces and not any(role in _SOLVED for part in kind.parts for role, _ in part.blocks):
         raise BadInput(
             f"which tensors of a {model_type} layer are query, key, value, output, gate, up and down is not described,"
@@ -239,9 +239,9 @@ def _check_aligned(
 
 
 def _unaligned(kind: LayerKind, skip: frozenset[str], spaces: Sequence[Space]) -> list[str]:
-    """Modules of no known role and in no space, each once, experts as one.
+    """Return modules without a known role and outside every space, each once, all experts as one.
 
-    Those whose tensors a constant replaces need none, and one number has nothing to align.
+    Left out are tensors that a constant replaces, and single numbers, which have nothing to align.
     """
     known = of_spaces(spaces) | skip
     left = [part for part in kind.parts if not part.blocks and part.suffix not in known and math.prod(part.shape) > 1]
@@ -263,7 +263,7 @@ def _fused_tensors(
     known = {part.suffix: part for part in parts}
     tensors: dict[str, Recipe] = {}
     for suffix, recipe in lower.items():
-        if suffix in skip:  # a constant takes its place; of this recipe only dtype and shape are used
+        if suffix in skip:  # a constant replaces it; only dtype and shape of this recipe are used
             tensors[suffix] = upper[suffix]
         elif suffix in experts:
             tensors[suffix] = experts[suffix]
@@ -302,7 +302,7 @@ def _check_support(draft: Draft, below: int, kind: LayerKind) -> None:
 
 @dataclass(frozen=True)
 class _Flow:
-    """Which map aligns the input side of each matrix of the layer `label`, whose parts but experts are given."""
+    """The map for the input side of each matrix of the layer `label`; `parts` are its tensors without experts."""
 
     kind: Flow
     heads: Heads
@@ -312,16 +312,16 @@ class _Flow:
 
     @property
     def output_follows_query(self) -> bool:
-        """Whether the attention output's columns are aligned by the query's map: of layers that are described so."""
+        """Return whether the query's map aligns the attention output's columns; only where their sizes match."""
         if self.heads == "free" and self.kind not in ("vanilla_output", "vanilla"):
             return False
         query, output = _weight_rows(self.parts, "query"), _weight_rows(self.parts, "output")
         return query is not None and output is not None and output[0].shape[1] == query[2] - query[1]
 
     def t_in(self, role: Role) -> MapRef:
-        """Table 1 (and 7): what aligns a matrix within its layer. A router reads what gate and up read.
+        """Return the map that aligns a matrix's input side (Tables 1 and 7). A router reads what gate and up read.
 
-        What reads a space follows its units.
+        A matrix whose columns belong to a space follows that space's units.
         """
         found = _weight_rows(self.parts, role)
         if found is not None and (inner := columns_of(self.spaces, found[0].suffix, self.label)) != IDENTITY:
@@ -350,7 +350,7 @@ def _whole_heads(
 
 
 def _needed_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str], *, experts: bool) -> set[Role]:
-    """Roles whose maps some tensor of the fused layer needs, directly or as another map's T_in."""
+    """Return the roles whose maps some tensor of the fused layer needs, directly or as another map's T_in."""
     needed: set[Role] = set()
     for part in parts:
         if part.suffix in skip:
@@ -369,7 +369,7 @@ def _needed_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str], *,
 
 
 def _source(role: Role) -> Role | None:
-    """The module whose outputs (or whose residual path) a part belongs to: a norm's; None at the layer's entrance."""
+    """Return the role whose map a part follows: for a norm, the module before it (None at the layer's entrance)."""
     sources: dict[Role, Role | None] = {
         "pre_attention_norm": None,
         "pre_mlp_norm": "output",
@@ -377,16 +377,16 @@ def _source(role: Role) -> Role | None:
         "post_mlp_norm": "down",
         "query_norm": "query",
         "key_norm": "key",
-        # One number: what it scales is one vector.
+        # One number, which scales one vector.
         "shared_gate": None,
     }
     return sources.get(role, role)
 
 
 def _fits(parts: tuple[Part, ...], part: Part, role: Role) -> bool:
-    """Whether a norm is as wide as the map it would borrow (query norms over one head only are not).
+    """Return whether a norm is as wide as the map it would borrow (query norms over one head only are not).
 
-    There is none to borrow where the module is not known, or is one of many experts.
+    False where there is no map to borrow: the module is not known, or is one of many experts.
     """
     source = _source(role)
     if source is None or source == role:
@@ -399,7 +399,7 @@ def _t_out(part: Part, role: Role, label: str, parts: tuple[Part, ...]) -> MapRe
     source = _source(role)
     if source is None or not _fits(parts, part, role):
         return IDENTITY
-    # The residual stream before the MLP is the layer's entrance (identity) and the attention's output: ½ (T_O + I).
+    # The stream before the MLP is the sum of the layer's entrance (identity) and the attention output: ½ (T_O + I).
     return MapRef(f"{label}.{source}", half_identity=role == "pre_mlp_norm")
 
 
@@ -416,14 +416,14 @@ def _blocks(part: Part, flow: _Flow, parts: tuple[Part, ...]) -> tuple[Block, ..
 
 
 def _rows_of(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int]:
-    """The weight that holds a module, and its rows there."""
+    """Return the weight that holds a module, and the begin and end of its rows there."""
     found = _weight_rows(parts, role)
     assert found is not None, f"no weight holds the module {role}"
     return found
 
 
 def _weight_rows(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int] | None:
-    """Return what `_rows_of` does; None where no weight is known to hold the module."""
+    """Return the same as `_rows_of`; None where no weight is known to hold the module."""
     for part in parts:
         if part.kind != "weight":
             continue

@@ -26,9 +26,9 @@ from surgeon.operations.selectors import LayerSelector
 from surgeon.operations.sites import default_activation, select_sites
 from surgeon.runtime.adapters_rules import ADAPTER, AdapterSpec
 
-# Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
+# Computed sizes are multiples of this, which suits the matrix units of GPUs.
 _STEP = 8
-# The paper's α where it is not varied (section 4.1).
+# The paper's α in experiments that do not vary it (section 4.1).
 _DEFAULT_WEIGHT = 0.01
 
 LossKind = Annotated[str, OneOf(lambda: LOCAL_LOSSES)]
@@ -48,7 +48,7 @@ class LocalLoss(Spec):
 
 
 class GatedAdapters(Operation):
-    """Gated adapters parallel to the FFN of chosen layers."""
+    """Add gated adapters parallel to the FFN of chosen layers."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -117,7 +117,7 @@ class GatedAdapters(Operation):
 
     @property
     def losses(self) -> dict[LossKind, float]:
-        """Weights of the local losses, by kind; empty where there is none."""
+        """Return the weights of the local losses, by kind; empty where there is none."""
         match self.local_loss:
             case "none":
                 return {}
@@ -135,15 +135,15 @@ class GatedAdapters(Operation):
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return what to do where a twin of the output breaks the promise."""
         return "use another graft, or operations that add layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Adapters of few neurons: a share of a twin's parameters may be none."""
+        """Return the operation for a twin with small adapters: a share of a twin's parameters may be zero neurons."""
         return self.model_copy(update={"extra_weights": None, "size": min(self.size or NEURONS, NEURONS)}), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Attach the adapters and say what was matched and what is promised."""
+        """Attach the adapters and return what was matched and what is promised."""
         number = draft.number
         layers = select_sites(draft, self.layers, FFN)
         before = draft.parameters()
@@ -166,12 +166,12 @@ class GatedAdapters(Operation):
         )
 
     def _with(self, draft: Draft, layers: Sequence[int]) -> str:
-        """The activation that the plan does not name, where the config names none either."""
+        """Describe the default activation, where neither the plan nor the config names one."""
         chosen = {} if self.activation else {default_activation(draft, layer): None for layer in layers}
         return f"; activation {', '.join(chosen)} (config.json names none)" if any(chosen) else ""
 
     def _size(self, draft: Draft, count: int, parameters: int) -> int:
-        """Hidden size by which `count` adapters take the plan's share of the model's parameters."""
+        """Return the hidden size with which `count` adapters have the plan's share of the model's parameters."""
         assert self.extra_weights is not None
         width = draft.anatomy.sizes.hidden
         gates = width if self.gate != "none" else 0
@@ -184,7 +184,7 @@ class GatedAdapters(Operation):
         return recipes_of(births, ADAPTER, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))
 
     def _set_losses(self, draft: Draft) -> None:
-        """The local losses are one setting of the model: two operations that differ in it do not go together."""
+        """Set the local losses of the model. Raises BadInput where an earlier operation set other ones."""
         losses = dict.fromkeys(LOCAL_LOSSES, 0.0) | self.losses
         earlier = draft.settings.get("local_loss")
         if earlier is not None and earlier != losses:

@@ -1,7 +1,7 @@
-"""What grows in layers that become wider: the fields of a config.json, and the tensors with them.
+"""The growth of layers that become wider: fields of a config.json, and the tensors that grow with them.
 
-Of usual types whose layers have one FFN of plain matrices, and attention of four, that is known without building
-anything; elsewhere transformers' class is built wider, and its shapes say it.
+For usual types whose layers have one FFN of plain matrices, and attention of four, this is known without building
+anything; for others transformers' class is built wider and its shapes are compared.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_si
 from surgeon.errors import BadInput, printable
 from surgeon.operations.sites import IN_SHARED
 
-# Of experts: 16 bytes of bfloat16.
+# Widths of experts must be a multiple of this: 16 bytes of bfloat16.
 _OF_EXPERTS = 8
-# Of each kind of layers, the tensors that become larger, by suffix: along which axis, from and to how many.
+# For each kind of layers, the tensors that grow, by suffix: (axis, old size, new size).
 Growths = Sequence[Mapping[str, tuple[int, int, int]]]
 
 
 @dataclass(frozen=True)
 class New:
-    """What is new of one module in a tensor of a layer: along `axis`, behind the `count` from `begin` on, `more`.
+    """The new part of one module in a tensor of a layer: `more` slices along `axis`.
 
-    `role` is empty where it is not known.
+    They follow the `count` old slices that begin at `begin`. `role` is empty where it is not known.
     """
 
     layer: int
@@ -45,23 +45,23 @@ class New:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is new."""
+        """Return the shape of the new part."""
         return (*self.of.shape[: self.axis], self.more, *self.of.shape[self.axis + 1 :])
 
     @property
     def reads(self) -> bool:
-        """Whether it is of a matrix that reads the stream, or what is made of that."""
+        """Return whether it belongs to a weight that reads the stream, or values computed from the stream."""
         writes = self.role in ("down", "output") or (not self.role and self.axis == len(self.of.shape) - 1)
         return self.part.kind == "weight" and not writes
 
     @property
     def zeros(self) -> tuple[Recipe, ...]:
-        """Zeros for what is new."""
+        """Return zeros for the new part."""
         return (Constant(0.0, self.of.dtype, self.shape),)
 
     @property
     def repeated(self) -> tuple[Recipe, ...]:
-        """Copies of the lowest of what there is, in turn."""
+        """Return copies of the lowest existing slices, repeated in turn."""
         turns = [min(self.count, self.more - done) for done in range(0, self.more, self.count)]
         return tuple(sliced_along(self.of, self.axis, self.begin, self.begin + n, again=True) for n in turns)
 
@@ -71,7 +71,7 @@ MOST_DIVIDED = 256
 
 
 def divisor_of(size: int) -> int:
-    """The largest power of two, up to `MOST_DIVIDED`, that divides a size."""
+    """Return the largest power of two, up to `MOST_DIVIDED`, that divides a size."""
     return math.gcd(size, MOST_DIVIDED)
 
 
@@ -79,9 +79,9 @@ _FFN: tuple[Role, ...] = ("gate", "up", "down")
 
 
 def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict[str, int], Growths]:
-    """The config's fields with which every FFN is wider, and what grows with them: `by`, or up to a multiple.
+    """Return the config fields of wider FFNs, and what grows with them; wider `by` so many, or up to a multiple.
 
-    Raises BadInput where an FFN's width follows from no field that is known.
+    Raises BadInput where no known field determines an FFN's width.
     """
     fields = draft.anatomy.derivation.inner_fields(by=by, multiple_of=multiple_of)
     grown = list(draft.anatomy.derivation.growths(fields)) if fields else []
@@ -98,7 +98,7 @@ def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict
 
 
 def _check_experts(draft: Draft, number: int, grown: Mapping[str, tuple[int, int, int]]) -> None:
-    """Raise BadInput where experts would have rows that kernels which multiply all of them at once do not take."""
+    """Raise BadInput where experts would get a width that kernels for all experts at once do not take."""
     for part in draft.anatomy.kinds[number].parts:
         if part.suffix not in grown or part.expert is None or not _writes(part):
             continue
@@ -113,7 +113,7 @@ def _check_experts(draft: Draft, number: int, grown: Mapping[str, tuple[int, int
 
 
 def inner_widths(draft: Draft) -> list[int]:
-    """The widths of FFNs and of experts, each once, from the smallest. Raises BadInput where none is known."""
+    """Return the widths of FFNs and experts, each once, in ascending order. Raises BadInput where none is known."""
     if draft.anatomy.shared:
         raise BadInput(
             f"{printable(draft.anatomy.shared[0])}: {IN_SHARED}, and such a block does not become wider; insert layers,"
@@ -126,7 +126,7 @@ def inner_widths(draft: Draft) -> list[int]:
 
 
 def shown_growth(draft: Draft, growths: Growths) -> str:
-    """Which widths become which, in words."""
+    """Describe which widths become which."""
     grown = {
         (before := inner_width(part)): before * after // size
         for kind, here in zip(draft.anatomy.kinds, growths, strict=True)
@@ -147,9 +147,9 @@ def _of_ffn(part: Part) -> bool:
 
 
 def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
-    """Along which axis a tensor of an FFN, or of experts, holds neurons; and its modules there, with how many each.
+    """Return the axis along which a tensor of an FFN or of experts holds neurons, and the modules on it.
 
-    Where rows of gate and up alternate they are one module's.
+    Each module is given with its number of neurons. Where rows of gate and up alternate they count as one module.
     """
     expert, role = part.expert, part.blocks[0][0]
     turned = expert is not None and expert.transposed
@@ -167,10 +167,10 @@ _HEAD_DIM = "head_dim"
 
 
 def wider_heads(draft: Draft, groups: int) -> tuple[dict[str, int], Growths]:
-    """The config's fields with which all attention has more groups of heads, and what grows with them.
+    """Return the config fields with which all attention has more groups of heads, and what grows with them.
 
-    Each tensor grows in the proportion in which heads become more. Raises BadInput where one does not, so that heads
-    would be others than they were, or there are none.
+    Each tensor must grow in the same proportion as the heads. Raises BadInput where one does not, because old heads
+    would change, or where there are no heads.
     """
     sizes = draft.anatomy.sizes
     if not sizes.heads or sizes.heads % sizes.kv_heads:
@@ -178,7 +178,7 @@ def wider_heads(draft: Draft, groups: int) -> tuple[dict[str, int], Growths]:
     each, after = sizes.heads // sizes.kv_heads, sizes.kv_heads + groups
     fields = {"num_attention_heads": after * each, "num_key_value_heads": after}
     part = part_of(draft.config, draft.anatomy.derivation.path)
-    # Some layers may have other numbers of them, each in fields of its own.
+    # Some layers may have other numbers of key-value heads, in fields of their own.
     others = {key: value for key, value in part.items() if _KEYS.fullmatch(key) and type(value) is int}
     fields |= {key: value * after // sizes.kv_heads for key, value in others.items()}
     found = _head_growths(draft.anatomy, fields)
@@ -187,18 +187,18 @@ def wider_heads(draft: Draft, groups: int) -> tuple[dict[str, int], Growths]:
     return found
 
 
-# Why heads cannot become more in some classes.
+# The reason why heads cannot be added in some classes.
 SMALLER_HEADS = (
     "transformers' class builds heads of another size, or tensors that do not grow with them, as one does that divides"
     " `hidden_size` by their number: the old ones would compute something else, so none can be added; widen_ffn may"
     " widen it"
 )
-# Numbers of groups that are tried where a plan's number does not fit.
+# The most groups that are considered, and the most that are tried, where a plan's number does not fit.
 _MOST_GROUPS, _MOST_TRIALS = 4096, 3
 
 
 def _head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str, int], Growths] | None:
-    """These fields, with a head size where the class needs it, and what grows with them; None where that is uneven."""
+    """Return these fields, with a head size if the class needs it, and the growths; None where growth is uneven."""
     before, after = anatomy.sizes.kv_heads, fields["num_key_value_heads"]
     for more in ({}, {_HEAD_DIM: anatomy.sizes.head_dim}):
         with contextlib.suppress(BadInput):
@@ -209,9 +209,9 @@ def _head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str
 
 
 def _groups_that_fit(anatomy: Anatomy) -> str:
-    """The fewest new groups of heads that transformers' class takes, in words; why there are none; empty if unknown.
+    """Describe the fewest new groups of heads that transformers' class accepts, or why there are none; may be empty.
 
-    The rule of classes is that heads divide the hidden size, also where the config says `head_dim`; what is named was
+    Classes need heads that divide the hidden size, even where the config has `head_dim`; a number that is named was
     tried.
     """
     sizes = anatomy.sizes
@@ -226,7 +226,7 @@ def _groups_that_fit(anatomy: Anatomy) -> str:
 
 
 def norms_of_all_heads(kind: LayerKind, head_dim: int) -> list[Part]:
-    """The norms of queries and keys that have a number for each dimension of all heads."""
+    """Return the norms of queries and keys that have a number for each dimension of all heads."""
     norms = [part for part in kind.parts if part.kind == "norm" and {role for role, _ in part.blocks} & _HEAD_NORMS]
     return [part for part in norms if part.shape[0] != head_dim]
 
@@ -236,9 +236,8 @@ def lengthen(
 ) -> list[int]:
     """Make the tensors of all layers as long as `growths` says; return which layers changed.
 
-    What is new in a matrix that reads the stream is as `born` makes it; columns that write, biases and numbers by
-    themselves are zeros, and norms scale by one, or (`scales`) as they do. Raises BadInput where a layer is quantised,
-    or nothing grows.
+    `born` makes the new part of a matrix that reads the stream. New columns that write, biases and single numbers are
+    zeros; new norm scales are one, or with `scales` copies. Raises BadInput where a layer is quantised.
     """
     changed: list[int] = []
     for index, layer in enumerate(draft.layers):
@@ -265,7 +264,7 @@ def _longer(
     *,
     scales: bool,
 ) -> Joined:
-    """A tensor with more behind each of its modules, in the proportion in which it grows."""
+    """Return a tensor with a new part after each of its modules, in the proportion in which the tensor grows."""
     axis, before, after = growth
     blocks: Sequence[tuple[Role | Literal[""], int]] = part.blocks
     if _of_ffn(part):

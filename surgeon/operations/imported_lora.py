@@ -1,4 +1,4 @@
-"""A PEFT adapter sorted into the draft's layers: which modules it adapts, by what rank and scale, from what tensors."""
+"""A PEFT adapter sorted into the draft's layers: the modules it adapts, their rank and scale, and its tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from surgeon.operations.prepare import Facts
 from surgeon.runtime.experts_rules import slot_name
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight", re.DOTALL)
-# Conversions that lose nothing.
+# Conversions of dtypes that lose nothing.
 _WIDENING = {("F16", "F32"), ("BF16", "F32"), ("F16", "F64"), ("BF16", "F64"), ("F32", "F64")}
 # Settings of adapters that are more than B A at linear modules, and why a slot cannot hold them.
 _REASONS = {
@@ -39,7 +39,7 @@ _REASONS = {
 
 
 def check_slot(adapter: AdapterFolder) -> None:
-    """Raise BadInput for an adapter that does not fit a slot, by its settings."""
+    """Raise BadInput for an adapter whose settings do not fit a slot."""
     adapter.check_settings((), _REASONS, "such an adapter does not fit a slot: import another, or `merge_adapter`")
 
 
@@ -75,12 +75,12 @@ class AdapterFacts(Facts):
 
     @classmethod
     def of(cls, adapter: Adapter) -> AdapterFacts:
-        """The facts of an opened adapter."""
+        """Return the facts of an opened adapter."""
         return cls(**plain_fields(adapter))
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter that they describe."""
+        """Return the adapter that the facts describe."""
         tensors = {
             name: AdapterTensor(known.dtype, tuple(known.shape), known.sha256) for name, known in self.tensors.items()
         }
@@ -89,9 +89,9 @@ class AdapterFacts(Facts):
 
 
 def imported_modules(draft: Draft, name: str, adapter: Adapter) -> dict[int, tuple[ImportedModule, ...]]:
-    """The modules that the adapter that the plan calls `name` adapts, by the draft's layers, in the layer's order.
+    """Return the modules that the adapter `name` of the plan adapts, by the draft's layers, in the layer's order.
 
-    The adapter's layer numbers are those of the base: layers that the plan inserted before have none. Raises BadInput
+    The adapter's layer numbers are the base's; layers that the plan inserted before are not adapted. Raises BadInput
     where a tensor fits no module of the base.
     """
     homes = {layer.base: index for index, layer in enumerate(draft.layers) if layer.base is not None}
@@ -118,7 +118,7 @@ def imported_modules(draft: Draft, name: str, adapter: Adapter) -> dict[int, tup
 
 
 def slot_entry(modules: Sequence[ImportedModule], *, slot: int, group: int, dropout: float) -> dict[str, Any]:
-    """The slot's entry in `config.surgery`: rank and scale of the first module, and where others differ."""
+    """Return the slot's entry in `config.surgery`: rank and scale of the first module, and differing ones."""
     first = modules[0]
     entry: dict[str, Any] = {
         "slot": slot,
@@ -138,7 +138,7 @@ def slot_entry(modules: Sequence[ImportedModule], *, slot: int, group: int, drop
 def slot_tensors(
     adapter: Adapter, name: str, modules: Sequence[ImportedModule], *, slot: int, dtype: str
 ) -> dict[str, Recipe]:
-    """The recipes of the slot's tensors in one layer, by suffix; `name` is what the plan calls the adapter."""
+    """Return the recipes of the slot's tensors in one layer, by suffix; `name` is the plan's name of the adapter."""
     tensors = adapter.tensors
     return {
         f"{slot_name(module.target, slot)}.lora_{matrix}": Imported(
@@ -150,7 +150,7 @@ def slot_tensors(
 
 
 def rounding(adapter: Adapter, dtypes: Sequence[str]) -> str:
-    """What is lost in the base's dtypes: `F32 values are rounded to BF16`, or nothing."""
+    """Describe what is lost in the base's dtypes: `F32 values are rounded to BF16`; empty for nothing."""
     stored = sorted({tensor.dtype for tensor in adapter.tensors.values()})
     lossy = [(a, b) for a in stored for b in sorted(set(dtypes)) if a != b and (a, b) not in _WIDENING]
     return ", ".join(f"{a} values are rounded to {b}" for a, b in lossy)
@@ -198,7 +198,7 @@ def _pair(name: str, found: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _rank(name: str, tensors: Mapping[str, AdapterTensor], down: str, up: str, shape: tuple[int, ...]) -> int:
-    """The rank that both matrices agree on; BadInput where they do not fit the module's rows and columns."""
+    """Return the rank of both matrices. Raises BadInput where they do not fit the module's rows and columns."""
     rows, columns = shape
     a, b = tensors[down].shape, tensors[up].shape
     for tensor, found, fits, want in (

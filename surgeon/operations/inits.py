@@ -1,6 +1,6 @@
-"""The inits of `insert_layers`: how a new layer comes to be. One class an init, with everything about it.
+"""The inits of `insert_layers`: how a new layer is made. Each init is one class, with everything about it.
 
-An init says which layers beside its gap it reads and what paper it comes from, and makes the recipes of one layer.
+An init declares which layers around its gap it reads and which paper it comes from, and makes the recipes of one layer.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _LESA = Paper(
 class Gap:
     """The place of one new layer: new layer number `nth` (from 0) of `per_gap` above layer `below` of the draft.
 
-    `label` names the layer by the model as the operation found it: random draws are seeded by it, so it begins the
-    key of each. `zeroed` are the suffixes whose recipes a constant replaces afterwards.
+    `label` names the layer in the numbering of the model that the operation received: the keys of its random draws
+    begin with it. `zeroed` are the suffixes whose recipes a constant replaces afterwards.
     """
 
     draft: Draft
@@ -63,7 +63,7 @@ class Gap:
     zeroed: frozenset[str]
 
     def check_alike(self) -> None:
-        """Raise BadInput where the layers below and above hold other tensors, which are not comparable."""
+        """Raise BadInput where the layers below and above hold different tensors, which cannot be compared."""
         kinds = [self.draft.kind_of(layer).opened for layer in range(len(self.draft.layers))]
         lower, upper = kinds[self.below : self.below + 2]
         if lower.is_like(upper):
@@ -86,7 +86,7 @@ class Gap:
 class NewLayer:
     """The recipes of a new layer, by suffix, and the layers of the draft that it is made from, lowest first.
 
-    What else a layer has (its attention type) comes from the first of `sources`; without sources, from the layer below.
+    Its other settings (attention type) come from the first of `sources`; without sources, from the layer below.
     """
 
     tensors: dict[str, Recipe]
@@ -94,15 +94,15 @@ class NewLayer:
 
 
 class Init(Spec):
-    """How a new layer comes to be. A subclass gives `kind` its one value; `make` may read what `reads_*` declare."""
+    """How a new layer is made. A subclass gives `kind` its one value; `make` may read only what `reads_*` declare."""
 
-    # The paper that a layer made so cites.
+    # The paper to cite for a layer made by this init.
     paper: ClassVar[Paper] = OPT_DEUS
-    # What such a layer is in a picture of the stack.
+    # How a picture of the stack shows such a layer.
     origin: ClassVar[Origin] = "made"
-    # Whether it reads the layer above its gap, which the topmost gap has not.
+    # Whether it reads the layer above its gap; the topmost gap has none.
     reads_above: ClassVar[bool] = False
-    # Whether it learns from all layers of the base that are like those beside its gap.
+    # Whether it learns from all layers of the base of the same kind as those around its gap.
     reads_all: ClassVar[bool] = False
     # Whether several new layers in one gap differ.
     several: ClassVar[bool] = True
@@ -110,29 +110,29 @@ class Init(Spec):
     kind: str
 
     def reads_below(self, per_gap: int) -> int:
-        """How many layers below its gap it reads, where each gap gets `per_gap` new layers."""
+        """Return how many layers below its gap it reads, where each gap gets `per_gap` new layers."""
         return 1
 
     @property
     def transport_settings(self) -> dict[str, object] | None:
-        """How it solves optimal transport (keywords of `surgeon.transport.TransportSettings`); None: it does not."""
+        """Return its optimal-transport settings (keywords of `TransportSettings`); None if it uses no transport."""
         return None
 
     def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
-        """What a preview says of how layers like base layer `layer` are made; `zeroed` as in `Gap`."""
+        """Describe for a preview how layers like base layer `layer` are made; `zeroed` as in `Gap`."""
         return ""
 
     def small(self) -> Self:
-        """The same for a small twin of the base, which has no tokenizer."""
+        """Return the init for a small twin of the base, which has no tokenizer."""
         return self
 
     @abstractmethod
     def make(self, gap: Gap) -> NewLayer:
-        """The new layer in this gap. Raises BadInput for what the model does not allow."""
+        """Return the new layer in this gap. Raises BadInput for what the model does not allow."""
 
 
 class TransportInit(Init):
-    """The layers below and above, aligned by optimal transport."""
+    """The base of inits that align the layers below and above by optimal transport."""
 
     origin: ClassVar[Origin] = "fused"
     reads_above: ClassVar[bool] = True
@@ -203,12 +203,12 @@ class TransportInit(Init):
         return self
 
     def small(self) -> Self:
-        """Fused by single rows of weights: no promise rests on the map, and a twin has few heads to align."""
+        """Return the init with alignment by single rows of weights: a twin's promise does not depend on the map."""
         left = {"support", "text", "samples", "window", "heads"}
         return type(self).model_validate(self.model_dump(exclude=left, exclude_unset=True))
 
     def fused(self, gap: Gap) -> dict[str, Recipe]:
-        """The recipes of the layer below and the layer above, every module aligned along its map and averaged."""
+        """Return the recipes of the layers below and above, every module aligned along its map and averaged."""
         gap.check_alike()
         return fuse_layers(
             gap.draft,
@@ -224,12 +224,12 @@ class TransportInit(Init):
         )
 
     def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
-        """How experts are matched, and what is averaged."""
+        """Describe how experts are matched, and what is averaged."""
         return str(ways(anatomy, layer, anatomy.kinds[anatomy.kind_of[layer]].opened, zeroed))
 
     @property
     def transport_settings(self) -> dict[str, object]:
-        """The settings of the transport problems, as the plan says."""
+        """Return the settings of the transport problems, from the plan."""
         return {
             "reg": self.reg,
             "solver": self.solver,
@@ -245,19 +245,19 @@ class OtFusion(TransportInit):
     kind: Literal["ot_fusion"]
 
     def make(self, gap: Gap) -> NewLayer:
-        """The fused layer."""
+        """Return the fused layer."""
         return NewLayer(self.fused(gap), (gap.below, gap.below + 1))
 
 
 class Shuffle(TransportInit):
-    """A layer made as by ot_fusion, then the elements of every matrix in random order (Table 7's ablation)."""
+    """A layer made as by ot_fusion, with the elements of every matrix in random order (Table 7's ablation)."""
 
     origin: ClassVar[Origin] = "made"
 
     kind: Literal["shuffle"]
 
     def make(self, gap: Gap) -> NewLayer:
-        """The fused layer with its matrices shuffled."""
+        """Return the fused layer with its matrices shuffled."""
         matrices = {part.suffix for part in gap.draft.kind_of(gap.below).parts if part.kind == "weight"}
         tensors = {
             suffix: Shuffled(recipe, f"{gap.label}.{suffix}") if suffix in matrices else recipe
@@ -276,7 +276,7 @@ class AverageInit(Init):
     kind: Literal["average"]
 
     def make(self, gap: Gap) -> NewLayer:
-        """The average, tensor by tensor."""
+        """Return the average, tensor by tensor."""
         lower, upper = gap.draft.opened(gap.below), gap.draft.opened(gap.below + 1)
         gap.check_alike()
         tensors: dict[str, Recipe] = {suffix: average(recipe, upper[suffix]) for suffix, recipe in lower.items()}
@@ -292,11 +292,11 @@ class CopyInit(Init):
     kind: Literal["copy"]
 
     def reads_below(self, per_gap: int) -> int:
-        """As many layers as are copied."""
+        """Return the number of copied layers."""
         return per_gap
 
     def make(self, gap: Gap) -> NewLayer:
-        """The copy; the group of copies is in the order of the layers below."""
+        """Return the copy; the group of copies is in the order of the layers below."""
         source = gap.below - gap.per_gap + 1 + gap.nth
         return NewLayer(gap.draft.opened(source), (source,))
 
@@ -307,7 +307,10 @@ class RandomInit(Init):
     kind: Literal["random"]
 
     def make(self, gap: Gap) -> NewLayer:
-        """Weights drawn by the layer's label. Raises BadInput where the config's `initializer_range` is no number."""
+        """Return weights seeded by the layer's label.
+
+        Raises BadInput where `initializer_range` is no positive number.
+        """
         std = gap.draft.config.get("initializer_range", 0.02)
         if not isinstance(std, int | float) or isinstance(std, bool) or not 0 < std < 1e3:
             raise BadInput(f"config.json: `initializer_range` is {std!r}, not a positive number")
@@ -323,7 +326,7 @@ class RandomInit(Init):
                 case "norm":
                     identity = None if part is None else part.identity
                     tensors[suffix] = Constant(1.0 if identity is None else identity, recipe.dtype, recipe.shape)
-                case _:  # an old buffer, the same in every layer, or what no draw would be right for
+                case _:  # an old buffer, the same in every layer, or a tensor for which no random draw is right
                     tensors[suffix] = recipe
         return NewLayer(tensors, ())
 
@@ -353,7 +356,7 @@ class Lesa(Init):
     ] = "refuse"
 
     def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
-        """What is known of the fit before it is made."""
+        """Describe what is known of the fit before it is made."""
         poor = "is refused" if self.poor_fit == "refuse" else "is kept, with a warning"
         return (
             "how much variance the fitted networks explain is known after apply, which shows it; a network that"
@@ -361,7 +364,10 @@ class Lesa(Init):
         )
 
     def make(self, gap: Gap) -> NewLayer:
-        """The predicted layer. Raises BadInput for mixtures of experts, and where not three layers are alike."""
+        """Return the predicted layer.
+
+        Raises BadInput for mixtures of experts, and where fewer than three layers are alike.
+        """
         gap.check_alike()
         draft, kind = gap.draft, gap.draft.kind_of(gap.below).opened
         if any(part.expert is not None for part in kind.parts):
@@ -388,7 +394,7 @@ class Lesa(Init):
         lower, upper = stacks[alike.index(gap.below)], stacks[alike.index(gap.below) + 1]
         matrices = {part.suffix for part in kind.parts if part.kind == "weight" and len(part.shape) == 2}
         settings = tuple(sorted((name, getattr(self, name)) for name in _OF_LESA))
-        # Fits are named by operation and kind of layer, each of which has networks of its own.
+        # Fits are named by operation and kind of layer, because each kind has its own networks.
         label = f"{gap.label.partition('.')[0]}.lesa.{draft.layers[alike[0]].base}"
         tensors: dict[str, Recipe] = {}
         for suffix, recipe in lower.items():
@@ -403,7 +409,7 @@ class Lesa(Init):
 
 _OF_LESA = ("hidden", "epochs", "batch", "rate", "norm_weight")
 
-# An init's `kind` in plans → its class. A new init is its class above and its name here.
+# An init's `kind` in plans → its class. To add an init, write its class above and its name here.
 INITS: dict[str, type[Init]] = {
     init.key("kind"): init for init in (OtFusion, AverageInit, CopyInit, RandomInit, Shuffle, Lesa)
 }
@@ -412,7 +418,7 @@ if TYPE_CHECKING:
     AnyInit = Init
 else:
     _Mapping = Annotated[Union[tuple(INITS.values())], Field(discriminator="kind")]  # noqa: UP007
-    # An init's name alone has the defaults of its settings.
+    # A plan may give an init's name instead of a mapping; its settings then have their defaults.
     AnyInit = Annotated[
         _Mapping,
         BeforeValidator(

@@ -1,7 +1,7 @@
-"""`insert_layers`: new layers between those of the base (OpT-DeUS, LLaMA PRO and the inits they compare).
+"""`insert_layers`: new layers between the base's layers (OpT-DeUS, LLaMA PRO and the inits they compare).
 
-With `zero_init` the projections that write to the residual stream are zero (in families with post-norms: the
-scale of those norms), so that the grown model computes what the base computes, to the bit.
+With `zero_init` the projections that write to the residual stream are zero (in families with post-norms: the scale of
+those norms), so that the grown model computes what the base computes, to the bit.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ADEPT = Paper(
     2025,
     "2510.10071",
 )
-# How the manifest marks layers whose place a text chose.
+# The manifest's mark of layers whose place a text chose.
 _LEAST = ", after least"
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class LeastFacts(Facts):
-    """The layers of the base that matter least on a text, above which new ones come.
+    """The layers of the base that matter least on a text, above which the new ones are inserted.
 
-    `before` is the base's loss in nats a token over `tokens` predictions; `scores` are what layers were chosen by, by
-    their numbers, from the bottom up.
+    `before` is the base's loss in nats a token over `tokens` predictions; `scores` are the values by which layers were
+    chosen, by layer number, from the bottom up.
     """
 
     gaps: list[Annotated[int, Field(ge=0)]]
@@ -51,7 +51,7 @@ class LeastFacts(Facts):
 
 
 class InsertLayers(Operation):
-    """New layers between those of the base: fused by optimal transport, averaged, copied or random."""
+    """Insert layers between the base's layers: fused by optimal transport, averaged, copied or random."""
 
     papers: ClassVar[tuple[Paper, ...]] = tuple(dict.fromkeys([*(init.paper for init in INITS.values()), ADEPT]))
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
@@ -98,7 +98,7 @@ class InsertLayers(Operation):
 
     @classmethod
     def papers_for(cls, inits: Iterable[str]) -> tuple[Paper, ...]:
-        """Those of the inits that were used."""
+        """Return the papers of the inits that were used, and ADEPT where a text chose the place."""
         inits = list(inits)
         words = {word_of(init) for init in inits}
         adept = (ADEPT,) if any(init.endswith(_LEAST) for init in inits) else ()
@@ -106,12 +106,12 @@ class InsertLayers(Operation):
 
     @property
     def transport_settings(self) -> Mapping[str, object] | None:
-        """Those of the init."""
+        """Return the optimal-transport settings of the init."""
         return self.init.transport_settings
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return what to do where a twin of the output breaks the promise."""
         return "choose other places, or `zero_init: false` to go without the promise"
 
     def prepare(self, base: OpenedBase) -> LeastFacts | None:
@@ -136,7 +136,7 @@ class InsertLayers(Operation):
                 f"`least` {where.least}: init {self.init.kind} can follow {len(choices)} of the {total} layers; give"
                 " fewer"
             )
-        # Imports torch and transformers.
+        # This import loads torch and transformers.
         from surgeon.models.depth import Depth
 
         path, kinds = base.text(where.text), [base.anatomy.pattern[layer] for layer in range(total)]
@@ -167,15 +167,15 @@ class InsertLayers(Operation):
 
     @property
     def has_facts(self) -> bool:
-        """Whether something is measured."""
+        """Return whether layers are measured on a text."""
         return isinstance(self.where, Least)
 
     def small(self, facts: LeastFacts | None, scale: Scale) -> tuple[Operation, LeastFacts | None]:
-        """An init that reads no text: a twin has no tokenizer, and no promise rests on what is drawn or computed."""
+        """Return the operation with an init for a twin, which has no tokenizer to read a text."""
         return self.model_copy(update={"init": self.init.small()}), facts
 
     def edit(self, draft: Draft, facts: LeastFacts | None) -> OperationRecord:
-        """Insert the layers and say what was matched and what is promised."""
+        """Insert the layers and return what was matched and what is promised."""
         each, gaps = self._gaps(draft, facts)
         self._check_gaps(gaps, top=len(draft.layers) - 1)
         inserted = {gap: [self._layer(draft, draft.number, gap, nth, each) for nth in range(each)] for gap in gaps}
@@ -195,7 +195,7 @@ class InsertLayers(Operation):
         )
 
     def _gaps(self, draft: Draft, facts: LeastFacts | None) -> tuple[int, list[int]]:
-        """How many layers each gap gets, and the gaps."""
+        """Return how many layers each gap gets, and the gaps."""
         each, called = self.per_gap, "`per_gap`"
         if isinstance(self.where, Least):
             if facts is None or len(facts.gaps) != self.where.least:
@@ -218,7 +218,7 @@ class InsertLayers(Operation):
         return f" in whole periods of {each} {'layer' if each == 1 else 'layers'}"
 
     def _chosen(self, facts: LeastFacts | None) -> str:
-        """How the gaps were chosen, where a text chose them."""
+        """Describe how the gaps were chosen, where a text chose them."""
         if not isinstance(self.where, Least) or facts is None:
             return ""
         scores = [facts.scores[str(gap)] for gap in facts.gaps if str(gap) in facts.scores]
@@ -227,7 +227,7 @@ class InsertLayers(Operation):
         return f", which matter least on {printable(facts.text)} ({what}: {found})"
 
     def _check_gaps(self, gaps: list[int], *, top: int) -> None:
-        """Refuse gaps beside which the layers that the init reads do not all stand."""
+        """Raise BadInput for gaps without all the layers around them that the init reads."""
         kind = self.init.kind
         if self.per_gap > 1 and not self.init.several:
             others = " or ".join(name for name, init in INITS.items() if init.several)
@@ -249,7 +249,7 @@ class InsertLayers(Operation):
         label = f"operations[{number}].after[{gap}].{nth}"
         per_gap = self.per_gap
         if isinstance(self.where, EveryPeriod):
-            # Each layer of a new period is made as in a gap of its own above the one that it repeats.
+            # Each layer of a new period is made as in its own gap, above the layer that it repeats.
             gap, nth, per_gap = gap - each + 1 + nth, 0, 1
         # A fused layer takes the attention type of the layer below it; at birth it writes nothing either way.
         source = gap - per_gap + 1 + nth if self.init.reads_below(per_gap) > 1 else gap
@@ -270,7 +270,7 @@ class InsertLayers(Operation):
         )
 
     def _zeroed(self, kind: LayerKind) -> frozenset[str]:
-        """The suffixes whose tensors a constant replaces."""
+        """Return the suffixes whose tensors a constant replaces."""
         return frozenset(kind.silence) if self.zero_init else frozenset()
 
     def _claim(self, kinds: Sequence[LayerKind]) -> Claim:

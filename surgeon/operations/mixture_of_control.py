@@ -1,7 +1,8 @@
-"""`mixture_of_control`: low-rank control states beside attention and FFN, mixed across layers (Mixture-of-Control).
+"""`mixture_of_control`: low-rank control states parallel to attention and FFN, mixed across layers.
 
-Nguyen et al., ICML 2026 workshop CoLoRAI, sections 4.2 and 5.3, appendix B. A site adds to its block's output its own
-control and, by a gate, those of other sites (Eq. 9, 10). Every control's writing matrix is zero at birth.
+Mixture-of-Control, Nguyen et al., ICML 2026 workshop CoLoRAI, sections 4.2 and 5.3, appendix B. A site adds to its
+block's output its own control and, by a gate, those of other sites (Eq. 9, 10). Every control's writing matrix is zero
+at birth.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ROLES = {"attention": ATTENTION, "ffn": FFN}
 
 
 class Gate(Spec):
-    """What chooses among the control states of all layers (section 4.2, appendix B.2)."""
+    """The gate that chooses among the control states of all layers (section 4.2, appendix B.2)."""
 
     kind: Annotated[
         str,
@@ -64,7 +65,7 @@ class Gate(Spec):
 
 
 class Routing(Spec):
-    """Over which tokens a choice is made (appendix B.2)."""
+    """The tokens over which a choice is made (appendix B.2)."""
 
     train: Annotated[
         str,
@@ -81,7 +82,7 @@ class Routing(Spec):
 
 
 class MixtureOfControl(Operation):
-    """Control states beside attention, FFN or both of chosen layers, and gates that mix them across layers."""
+    """Add control states parallel to attention, FFN or both of chosen layers, and gates that mix them across layers."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -140,11 +141,11 @@ class MixtureOfControl(Operation):
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return what to do where a twin of the output breaks the promise."""
         return "use another graft, or full fine-tuning"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Attach the control states and their gates, and say what was matched and what is promised."""
+        """Attach the control states and their gates, and return what was matched and what is promised."""
         number = draft.number
         if draft.bank is not None:
             raise BadInput(
@@ -178,11 +179,11 @@ class MixtureOfControl(Operation):
         )
 
     def _candidates(self, kinds: list[Site]) -> int:
-        """How many control states a gate chooses among."""
+        """Return how many control states a gate chooses among."""
         return fewest_to_choose(MixtureSpec(self.rank, shared=self.gate.shared), kinds)
 
     def _inference_routing(self, draft: Draft) -> str:
-        """Return the plan's routing of inference; BadInput where this kind of base has no such mean."""
+        """Return the routing at inference. Raises BadInput where this kind of base does not allow the plan's choice."""
         family = draft.anatomy.family
         own, other = ("sequence_mean", "prefix_mean") if family.encoder else ("prefix_mean", "sequence_mean")
         if self.routing.inference == other:

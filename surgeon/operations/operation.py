@@ -1,7 +1,7 @@
-"""What every operation is: a part of a plan that edits the draft, and what the rest of the house asks of it.
+"""The base class of operations: an entry of a plan that edits the draft, with all facts that other modules need.
 
-A fact about an operation is in its class: its papers, what it was trained with, what bases it takes, which grafts
-it attaches. Nothing outside this folder asks which operation it has before it.
+Every fact about an operation is in its class: its papers, its training settings, the bases it accepts, the grafts it
+attaches. No code outside this folder asks which operation it has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from surgeon.operations.prepare import Facts, OpenedBase, Scale
 
 Schedule = Literal["cosine", "linear", "constant"]
 
-# What a new layer is to who looks at a picture of the stack.
+# How a picture of the stack shows a new layer.
 Origin = Literal["copied", "fused", "made"]
 
 
@@ -40,7 +40,7 @@ class Paper:
 
     @property
     def bibtex(self) -> str:
-        """The entry."""
+        """Return the BibTeX entry."""
         fields = {"author": self.authors, "title": f"{{{self.title}}}", "year": str(self.year)}
         if self.arxiv:
             fields |= {"eprint": self.arxiv, "archivePrefix": "arXiv", "url": f"https://arxiv.org/abs/{self.arxiv}"}
@@ -52,13 +52,13 @@ class Paper:
 
 @dataclass(frozen=True)
 class TrainingDefaults:
-    """What a paper trained its operation with; train.yaml can override all of it.
+    """The settings with which a paper trained its operation; train.yaml can override all of them.
 
-    `lr` is the peak, `min_lr` what it ends at; `warmup` is a number of steps or a share (0 to 1) of them; `betas` are
+    `lr` is the peak and `min_lr` the final rate; `warmup` is a number of steps or a share (0 to 1) of them; `betas` are
     AdamW's; `weight_decay` is AdamW's coefficient, to which `decay_of_rate` · `lr` is added; `clip` bounds the
     gradient's norm; `batch` counts sequences of `length` tokens; `original_share` is the share of original text mixed
-    in (p). Where a paper does not say, the value is transformers' or, for warm-up, 3 % of the steps; `source` says
-    which is which.
+    in (p). Where a paper gives no value, it is transformers' default or, for warm-up, 3 % of the steps; `source` states
+    which values are the paper's.
     """
 
     source: str
@@ -77,7 +77,7 @@ class TrainingDefaults:
 
 @dataclass(frozen=True)
 class Legend:
-    """How the report's picture of the stack explains a graft's letter; `colour` is one of the page's six, 0 to 5."""
+    """A graft's entry in the legend of the report's picture; `colour` is one of the page's six, 0 to 5."""
 
     words: str
     colour: int
@@ -85,12 +85,12 @@ class Legend:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Marks a string field; `options` is asked when a value is checked, as plugins may add to it."""
+    """A marker for a string field; `options` is called when a value is checked, as plugins may add to it."""
 
     options: Callable[[], Iterable[str]]
 
     def check(self, value: str) -> str:
-        """The value; the error of a `Literal` where it is none of the options."""
+        """Return the value. Raises the error of a `Literal` where it is none of the options."""
         options = list(self.options())
         if value in options:
             return value
@@ -105,47 +105,47 @@ class OneOf:
 
 
 class Spec(Bounded):
-    """A part of a plan as written: types are strict, an unknown key is refused, nothing changes once it is read."""
+    """A part of a plan as written: types are strict, unknown keys are refused, and it is immutable."""
 
     @classmethod
     def key(cls, field: str) -> str:
-        """The one value that `field` (`op`, `kind`) has in this spec: its name in plans."""
+        """Return the only value that `field` (`op`, `kind`) can have in this spec: its name in plans."""
         (value,) = get_args(cls.model_fields[field].annotation)
         return str(value)
 
 
-# Of what is new in a twin: a multiple of what kernels take at once.
+# The number of new neurons in a twin: a multiple of what kernels take at once.
 NEURONS = 64
 
 
 class Operation(Spec):
     """One entry of a plan's `operations`. A subclass gives `op` its one value, describes every field, and edits."""
 
-    # The papers it comes from.
+    # The papers that describe it.
     papers: ClassVar[tuple[Paper, ...]] = ()
-    # What its paper trained it with.
+    # The settings with which its paper trained it.
     training: ClassVar[TrainingDefaults]
-    # Whether it takes encoders; every operation takes decoders.
+    # Whether it accepts encoders; every operation accepts decoders.
     on_encoders: ClassVar[bool] = False
-    # Kinds of the grafts that it attaches to a model which has none.
+    # The kinds of grafts that it attaches to a model without any.
     grafts: ClassVar[tuple[str, ...]] = ()
-    # How the report explains those grafts, by the letter that each one's sign begins with.
+    # The report's legends of those grafts, by the first letter of each graft's sign.
     legend: ClassVar[Mapping[str, Legend]] = {}
-    # What its new layers are, by the word that their `init` begins with; by another word they are `made`.
+    # How pictures show its new layers, by the first word of their `init`; other words mean `made`.
     origins: ClassVar[Mapping[str, Origin]] = {"copy": "copied"}
-    # Entries of a plan, without `op`, that any base may be asked to take: `surgeon families BASE` tries them.
+    # Plan entries, without `op`, that fit any base: `surgeon families BASE` tries them.
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ({},)
 
-    # What `prepare` returns, for an operation that needs more than headers and config.
+    # The type that `prepare` returns, for an operation that needs more than headers and config.
     facts: ClassVar[type[Facts] | None] = None
 
     op: str
 
     def prepare(self, base: OpenedBase) -> Facts | None:
-        """Find out what `edit` needs beside headers and config, as an instance of `facts`.
+        """Gather what `edit` needs in addition to headers and config, as an instance of `facts`.
 
         Called once, before any operation edits the draft, so the facts are about the base itself. Notes and side files
-        go to `base`. Raises BadInput; the caller adds file, line and operation.
+        are added to `base`. Raises BadInput; the caller adds file, line and operation.
         """
         return None
 
@@ -155,66 +155,68 @@ class Operation(Spec):
 
         Args:
             draft: the model as the operations before this one left it.
-            facts: what `prepare` returned, or what surgery.json keeps of it; None where neither is there.
+            facts: what `prepare` returned, or what surgery.json keeps of it; None where neither exists.
 
-        Returns what the selectors matched, what is promised and what trains. Raises BadInput for what this model
-        does not allow; the caller adds file, line and operation.
+        Returns what the selectors matched, what is promised and what trains. Raises BadInput for what this model does
+        not allow; the caller adds file, line and operation.
         """
 
     def small(self, facts: Any, scale: Scale) -> tuple[Operation, Facts | None]:
-        """The same operation and its facts for a small twin of the base, on which the plan is tried before it is
-        carried out: where they name sizes, tokens or texts that only the base has, such as the twin has.
+        """Return the operation and its facts for a small twin of the base.
+
+        The plan is tried on the twin before it is carried out. Sizes, tokens or texts that only the base has are
+        replaced by those of the twin.
         """
         return self, None if facts is None else facts.small(scale)
 
     @property
     def has_facts(self) -> bool:
-        """Whether it has facts, as the plan writes it: surgery.json then keeps those that `prepare` returned."""
+        """Return whether this entry has facts: surgery.json then keeps what `prepare` returned."""
         return self.facts is not None
 
     def with_adapters(self, facts: Any, names: Sequence[str], anatomy: Anatomy) -> Callable[[Any], Any] | None:
-        """Return what makes of the loaded base a model that computes what the output must, by PEFT.
+        """Return a function that turns the loaded base into the expected output model, by PEFT.
 
         Args:
             facts: what surgery.json keeps.
             names: folders of adapters, in the plan's order.
             anatomy: the base's.
 
-        None: it merges no adapters. Raises BadInput where these are not those that it merged.
+        None: the operation merges no adapters. Raises BadInput where `names` are not the adapters that it merged.
         """
         return None
 
     @classmethod
     def papers_for(cls, inits: Iterable[str]) -> tuple[Paper, ...]:
-        """The papers to cite where it made new layers by these `inits` (as the manifest calls them)."""
+        """Return the papers to cite where it made new layers by these `inits` (as the manifest calls them)."""
         return cls.papers
 
     @classmethod
     def origin_of(cls, init: str) -> Origin:
-        """What a new layer with this `init` (as the manifest calls it) is to who looks at a picture of the stack."""
+        """Return how pictures show a new layer with this `init` (as the manifest calls it)."""
         return cls.origins.get(word_of(init), "made")
 
     @property
     def way_on(self) -> str:
-        """Why a twin of the base may show that the promise would not hold, and what to do then."""
+        """Return what to do where a twin of the output breaks the promise, and why that may happen."""
         return "use another operation, or another base"
 
     @property
     def transport_settings(self) -> Mapping[str, object] | None:
-        """How it solves optimal transport between layers (keywords of `TransportSettings`); None where it does not."""
+        """Return its optimal-transport settings (keywords of `TransportSettings`); None where it uses no transport."""
         return None
 
     @property
     def attaches(self) -> bool:
-        """Whether it attaches grafts, which need classes that surgeon ships."""
+        """Return whether it attaches grafts, which need classes that surgeon ships."""
         return bool(self.grafts)
 
     @property
     def needs_task_ids(self) -> bool:
-        """Whether its loss asks of every token which task it belongs to, task k being slot k."""
+        """Return whether its loss needs the task of every token (task k is slot k)."""
         return False
 
 
 def word_of(init: str) -> str:
-    """What a manifest's `init` of a layer begins with: `copy` of `copy, zero-init`; empty for an empty one."""
+    """Return the first word of a manifest's `init`: `copy` of `copy, zero-init`; empty for an empty one."""
     return init.partition(",")[0].partition(" ")[0]

@@ -1,9 +1,9 @@
-"""`pmoe_experts`: one LoRA in shallow layers, a slot for each task in deeper ones, weighed by one router (PMoE).
+"""`pmoe_experts`: one LoRA in shallow layers, a slot for each task in deeper ones, weighted by one router (PMoE).
 
-Jung and Kim, section 3.1. Layers up to τ carry one LoRA; a router reads what goes into the next (h_τ), and its
-distribution over the slots is shared by all deeper layers. Every LoRA's B is zero at birth, so the grown model computes
-what the base computes whatever the router says. The operation on a model that has experts adds slots to them.
-With `from_peft` the slot is an adapter that PEFT trained, with its ranks, scales and values.
+Jung and Kim, section 3.1. Layers up to τ share one LoRA; a router reads the input of the next layer (h_τ), and its
+distribution over the slots is used by all deeper layers. Every LoRA's B is zero at birth, so the grown model computes
+what the base computes, whatever the router's output. On a model that has experts, the operation adds slots. With
+`from_peft` the slot is an adapter that PEFT trained, with its ranks, scales and values.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from surgeon.operations.prepare import Facts, OpenedBase
 from surgeon.operations.sites import check_adapted
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
 
-# Where queries and values are made in attention that is not four matrices, or in what is in its place.
+# Names of modules that make queries and values, in attention that is not four matrices, or in its replacement.
 _QUERY_VALUE = re.compile(
     r"(to_|w)?[qv](_b)?(_proj)?|kv(_b)?_proj|query|value|w?qkv(_proj)?|query_key_value|att_proj|c_attn|in_proj(_qkvz?)?",
     re.IGNORECASE,
 )
-# A linear module in a module of the projection's name, by itself.
+# Some classes wrap the linear module in a module with the projection's name.
 _INSIDE = ".linear"
 _LATENTS = re.compile(r"kv_a_proj(_with_mqa)?")
 
@@ -57,7 +57,7 @@ class RouterLoss(Spec):
 
 @dataclass(frozen=True)
 class _Present:
-    """The experts that a model has: the router's layer, its number of slots, and the last group's number."""
+    """The experts of a model: the router's layer, its number of slots, the last group's number, and the targets."""
 
     layer: int
     slots: int
@@ -76,7 +76,7 @@ class _Place:
 
 
 class PMoEExperts(Operation):
-    """LoRA slots for tasks above a threshold, one shared LoRA below it; on a model that has them, further slots."""
+    """Add LoRA slots for tasks above a threshold, and one shared LoRA below it; on a model with slots, more slots."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -152,12 +152,12 @@ class PMoEExperts(Operation):
 
     @property
     def needs_task_ids(self) -> bool:
-        """Whether the router is trained to name the task."""
+        """Return whether the router is trained to predict the task."""
         return isinstance(self.router_loss, RouterLoss)
 
     @property
     def way_on(self) -> str:
-        """As `Operation` says."""
+        """Return what to do where a twin of the output breaks the promise."""
         return "use another graft, or operations that add layers"
 
     def prepare(self, base: OpenedBase) -> AdapterFacts | None:
@@ -170,11 +170,11 @@ class PMoEExperts(Operation):
 
     @property
     def has_facts(self) -> bool:
-        """Whether an adapter is imported."""
+        """Return whether an adapter is imported."""
         return self.from_peft is not None
 
     def edit(self, draft: Draft, facts: AdapterFacts | None) -> OperationRecord:
-        """Attach the slots and say what was matched and what is promised."""
+        """Attach the slots and return what was matched and what is promised."""
         number = draft.number
         present = _present(draft)
         if present is None and self.trains_also:
@@ -192,7 +192,7 @@ class PMoEExperts(Operation):
         return OperationRecord(self.op, f"{matched}, {share:+.3%}", claim, trains="new")
 
     def _attach(self, draft: Draft, place: _Place, present: _Present | None) -> tuple[str, Claim]:
-        """Attach newborn slots, and at first the shared LoRA; what was matched, and what is promised."""
+        """Attach new slots, and the shared LoRA the first time; return what was matched and the claim."""
         targets = self._targets(draft, place, present)
         for index, here in targets.items():
             check_adapted(draft, index, here)
@@ -209,7 +209,7 @@ class PMoEExperts(Operation):
     def _import(
         self, draft: Draft, name: str, facts: AdapterFacts | None, place: _Place, present: _Present | None
     ) -> tuple[str, Claim]:
-        """Attach an adapter as one slot; below the router, at a first import, as the shared LoRA."""
+        """Attach an adapter as one slot; at a first import, its part below the router is the shared LoRA."""
         if given := sorted(self.model_fields_set & {"rank", "alpha", "targets", "dropout"}):
             raise BadInput(f"`{given[0]}` is the adapter's own; leave it out beside `from_peft`")
         if self.slots != 1:
@@ -262,13 +262,13 @@ class PMoEExperts(Operation):
         return threshold
 
     def _layers_below(self, count: int) -> int:
-        """τ in a model of `count` layers; a share is rounded down."""
+        """Return τ in a model of `count` layers; a share is rounded down."""
         if self.threshold is None:
             return 3 * count // 4 if self.from_peft is None else 0
         return self.threshold if isinstance(self.threshold, int) else int(self.threshold * count)
 
     def _targets(self, draft: Draft, place: _Place, present: _Present | None) -> dict[int, tuple[str, ...]]:
-        """Return, by layer that gets slots, the paths of their modules in it."""
+        """Return, by layer that gets slots, the paths of the adapted modules in it."""
         layers = range(place.layer if present is not None else 0, len(draft.layers))
         linear = {index: draft.linear(index) for index in layers}
         if self.targets is not None:
@@ -333,7 +333,7 @@ class PMoEExperts(Operation):
         draft.layers[place.layer].grafts.append(Graft("expert_router", {"slots": entries}, tensors, place.number))
 
     def _train_on(self, draft: Draft, number: int) -> None:
-        """Let earlier surgeries' router columns, or the shared LoRA, train on: new tensors that begin as they were."""
+        """Unfreeze the base's router columns, or shared LoRA: they become new tensors with their old values."""
         for home in draft.layers:
             for graft in home.grafts:
                 router = graft.kind == "expert_router" and "router" in self.trains_also
@@ -360,7 +360,7 @@ class PMoEExperts(Operation):
 
 
 def _offered(linear: Iterable[Iterable[str]]) -> str:
-    """What a plan can do where no module is chosen for it."""
+    """Describe what a plan can do where no module is chosen."""
     names = dict.fromkeys(_last(path) for paths in linear for path in paths)
     if names:
         return f"name some by `targets`: {', '.join(names)}"
@@ -371,35 +371,35 @@ def _offered(linear: Iterable[Iterable[str]]) -> str:
 
 
 def _last(path: str) -> str:
-    """A module's own name."""
+    """Return a module's own name."""
     return path.rpartition(".")[2]
 
 
 def _query_and_value(draft: Draft, layer: int, linear: Mapping[str, object]) -> tuple[str, ...]:
-    """The modules that make queries and values: by their role, or in attention of another form by their name."""
+    """Return the modules that make queries and values: by role, or by name in other forms of attention."""
     parts = draft.kind_of(layer).parts
     known = {part.suffix.removesuffix(".weight"): {role for role, _ in part.blocks} for part in parts}
     chosen = tuple(path for path, roles in known.items() if roles & {"query", "value"} and path in linear)
-    # Where only one of them has the usual shape, the other is there by its name.
+    # Where only one of the two has the usual shape, both are found by name.
     if {"query", "value"} <= {role for path in chosen for role in known[path]}:
         return chosen
     block = draft.blocks(layer).get(ATTENTION, "")
     here = [path for path in linear if within(path, block)]
     found = tuple(path for path in here if _QUERY_VALUE.fullmatch(_last(path.removesuffix(_INSIDE))))
     if not any(_last(path) == "kv_b_proj" for path in here):
-        # Where a module expands values from a cache of latents, on other tokens: what makes the latents.
+        # Where `kv_b_proj` expands values from cached latents, it runs on other tokens: adapt what makes the latents.
         found += tuple(path for path in here if _LATENTS.fullmatch(_last(path)))
     return found
 
 
 def _columns(draft: Draft) -> list[dict[str, Any]]:
-    """The columns that the router has so far."""
+    """Return the columns that the router has so far."""
     routers = [graft for layer in draft.layers for graft in layer.grafts if graft.kind == "expert_router"]
     return [column for router in routers for column in router.entry["slots"]]
 
 
 def _present(draft: Draft) -> _Present | None:
-    """What experts the model has, this plan's earlier operations included."""
+    """Return the experts of the model, including those of earlier operations of this plan; None where it has none."""
     found = [
         (index, graft.entry["slots"])
         for index, layer in enumerate(draft.layers)
@@ -423,7 +423,7 @@ def _present(draft: Draft) -> _Present | None:
 def _check_depth(
     draft: Draft, name: str, modules: Mapping[int, Sequence[ImportedModule]], layer: int, present: _Present | None
 ) -> None:
-    """Refuse an adapter of layers below the router, at `layer`, where they cannot hold it or hold all of it."""
+    """Raise BadInput where layers below `layer`, the router's, cannot hold the adapter, or would hold all of it."""
     shallow = sorted(index for index in modules if index < layer)
     if present is not None and shallow:
         shared = any(g.kind == "experts" and not g.entry["routed"] for home in draft.layers for g in home.grafts)

@@ -1,8 +1,8 @@
-"""What an operation may find out about a base before its plan is drawn, and the facts that are kept of it.
+"""What an operation may learn about a base before its plan is drawn, and the facts that are kept.
 
-A blueprint is drawn from headers, config and facts alone. `Operation.prepare(base)` looks at the opened base, once, and
-returns facts; `Operation.edit(draft, facts)` gets them back. surgery.json keeps them, so that `verify` draws the same
-blueprint with no text, tokenizer or other model at hand.
+A blueprint is drawn only from headers, config and facts. `Operation.prepare(base)` reads the opened base, once, and
+returns facts; `Operation.edit(draft, facts)` receives them. surgery.json keeps them, so that `verify` draws the same
+blueprint without any text, tokenizer or other model.
 
 Other models that tensors are taken from must each be a fine-tune of the base.
 """
@@ -34,7 +34,7 @@ from surgeon.errors import BadInput, printable
 
 @dataclass(frozen=True)
 class Scale:
-    """From a base to its twin: the anatomies of both, and what the plan makes of the base."""
+    """The step from a base to its twin: the anatomies of both, and the blueprint of the plan on the base."""
 
     base: Anatomy
     twin: Anatomy
@@ -44,8 +44,8 @@ class Scale:
 class SideFile(Bounded):
     """How a side file of the output differs from the base's of the same name.
 
-    `inserted` are the bytes that it has more, as begin and length in the output's file: `verify` and `revert` take them
-    out again. Where nothing was inserted, `sha256` is its digest; None: the output is without it.
+    `inserted` are the added bytes, as begin and length in the output's file: `verify` and `revert` remove them again.
+    Where nothing was inserted, `sha256` is the file's digest; None: the output lacks the file.
     """
 
     inserted: list[Annotated[list[Many], Field(min_length=2, max_length=2)]] = []  # noqa: RUF012  # pydantic copies it
@@ -53,13 +53,13 @@ class SideFile(Bounded):
 
     @classmethod
     def of(cls, content: bytes | None) -> SideFile:
-        """A file with other bytes; without content, one that is left out."""
+        """Return the entry of a file with other bytes; without content, of a file that is left out."""
         return cls(sha256=None if content is None else hashlib.sha256(content).hexdigest())
 
     def grew(self, content: bytes, digest: str) -> bool:
-        """Whether an output's file is, but for what was inserted, the base's of this digest.
+        """Return whether an output's file, without the inserted bytes, is the base's file of this digest.
 
-        Inserted bytes lie one after the other, each with something in it: there is one way to say it.
+        Inserted ranges must be ascending, disjoint and not empty, so that each change has only one form.
         """
         ends = [0, *(begin + length for begin, length in self.inserted)]
         apart = all(end <= begin and length for end, (begin, length) in zip(ends, self.inserted, strict=False))
@@ -67,7 +67,7 @@ class SideFile(Bounded):
 
 
 class TextCounts(Bounded):
-    """What a change of the vocabulary makes of a text (`surgeon.checkpoint.tokenizer_files.MeasuredText`)."""
+    """How a change of the vocabulary tokenises a text (`surgeon.checkpoint.tokenizer_files.MeasuredText`)."""
 
     use: str
     text: str
@@ -80,16 +80,16 @@ class TextCounts(Bounded):
 
     @property
     def fertility(self) -> tuple[float, float]:
-        """Tokens a word, before and after."""
+        """Return tokens a word, before and after."""
         return self.before / max(1, self.words), self.after / max(1, self.words)
 
 
 class Facts(Bounded):
-    """What an operation found out about its base: JSON data, all that `edit` needs beside headers and config.
+    """What an operation learnt about its base: JSON data, all that `edit` needs in addition to headers and config.
 
-    In a surgery.json they are a claim, which anybody may have written: `edit` raises BadInput for facts that do not fit
-    the model, and promises nothing that rests on them alone.
-    `side_files` are the side files that the output has otherwise than the base, `texts` what becomes of texts.
+    In a surgery.json facts are a claim, which anybody may have written: `edit` raises BadInput for facts that do not
+    fit the model, and makes no promise that depends only on them. `side_files` are the side files that differ between
+    output and base, `texts` the effects on texts.
     """
 
     # Neither NaN nor infinity is JSON.
@@ -99,7 +99,7 @@ class Facts(Bounded):
     texts: list[TextCounts] = []  # noqa: RUF012
 
     def small(self, scale: Scale) -> Self:
-        """The same of a small twin of the base: where they name tokens that only the base has, such as the twin has.
+        """Return the facts for a small twin of the base, with the twin's tokens in place of the base's.
 
         A twin has no side files.
         """
@@ -109,19 +109,19 @@ class Facts(Bounded):
         """Raise BadInput where facts that were read from `file` contradict themselves."""
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """What `verify` checks of an output beside tensors and digests.
+        """Return what `verify` checks of an output in addition to tensors and digests.
 
         `base` is what the operation was carried out on; None where `out` is compared with an earlier state.
         """
         return []
 
     def figures(self) -> dict[str, Any]:
-        """What `preview --json` shows of them beside texts: JSON data by key."""
+        """Return what `preview --json` shows of the facts besides texts: JSON data by key."""
         return {}
 
 
 class KeptFacts(Facts):
-    """Facts as surgery.json keeps them, of whatever operation: what all have in common, and the rest as JSON data."""
+    """Facts of any operation as surgery.json keeps them: the common fields, and the rest as JSON data."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -131,17 +131,17 @@ Paths = str | Annotated[list[str], Field(min_length=1)]
 
 
 class WeightsNeeded(BadInput):
-    """Weights were asked for of a base whose headers alone are at hand."""
+    """The error where weights are needed of a base of which only headers are at hand."""
 
 
 @dataclass(frozen=True)
 class OpenedBase:
-    """A base that was opened for a plan: what operations may ask of it, and what they leave beside their facts.
+    """A base opened for a plan: what operations may read from it, and what they leave in addition to their facts.
 
     `plan_folder` is where paths of the plan start, `number` the place in the plan of the operation that asks. Without
-    `weights` other models on the Hub are known by their headers alone. `notes` are lines for the user; `side_files` are
-    the base's side files that the output has with other bytes, or (None) is without; `adapters` and `models` are what
-    was opened beside the base, by the plan's names.
+    `weights` only headers of other models on the Hub are read. `notes` are lines for the user; `side_files` are the
+    base's side files that the output has with other bytes, or (None) lacks; `adapters` and `models` are the other
+    checkpoints that were opened, by the plan's names.
     """
 
     folder: CheckpointFolder
@@ -156,19 +156,19 @@ class OpenedBase:
     models: dict[str, CheckpointFolder] = field(default_factory=dict)
 
     def text(self, name: str) -> Path:
-        """The path of a text that the plan calls `name`. Raises BadInput where there is none."""
+        """Return the path of the plan's text `name`. Raises BadInput where there is none."""
         path = self.plan_folder / meant(name)
         if not path.is_file():
             raise BadInput(f"{printable(str(path))}: no such text; check the path, which starts at the plan's folder")
         return path
 
     def texts(self, names: Paths | None) -> tuple[Path, ...]:
-        """The paths of the texts that a plan names. Raises BadInput where one is missing."""
+        """Return the paths of the texts that a plan names. Raises BadInput where one is missing."""
         listed = [names] if isinstance(names, str) else names or []
         return tuple(map(self.text, listed))
 
     def lines(self, name: str) -> dict[int, str]:
-        """The words of a text that has one a line, by the numbers of their lines. Raises BadInput."""
+        """Return the words of a text with one word a line, by line number. Raises BadInput."""
         path = self.text(name)
         shown = printable(str(path))
         if path.stat().st_size > MAX_SIDE_FILE_BYTES:
@@ -184,14 +184,14 @@ class OpenedBase:
         return words
 
     def need_weights(self, why: str) -> None:
-        """Raise WeightsNeeded where the base's weights cannot be read; `why` says what only they show."""
+        """Raise WeightsNeeded where the base's weights cannot be read; `why` names what needs them."""
         if not self.folder.source.at_hand:
             raise WeightsNeeded(
                 f"{self.folder.source.shown}: {why}, only the weights say; download the base first, and give its folder"
             )
 
     def adapter(self, name: str) -> AdapterFolder:
-        """The PEFT adapter that the plan calls `name`: a folder, or a Hub id. Raises BadInput."""
+        """Return the plan's PEFT adapter `name`: a folder, or a Hub id. Raises BadInput."""
         if name not in self.adapters:
             path = self._path(name)
             if path.exists():
@@ -202,7 +202,7 @@ class OpenedBase:
         return self.adapters[name]
 
     def model(self, name: str) -> CheckpointFolder:
-        """The other model that the plan calls `name`: a folder, or a Hub id with or without `@revision`.
+        """Return the plan's other model `name`: a folder, or a Hub id with or without `@revision`.
 
         Raises BadInput where it cannot be opened.
         """
@@ -217,19 +217,19 @@ class OpenedBase:
         return self.models[name]
 
     def _path(self, name: str) -> Path:
-        """A path of the plan: seen from the plan's folder, else from the working directory."""
+        """Return a path of the plan: from the plan's folder if it exists there, else the working directory."""
         beside = self.plan_folder / meant(name)
         return beside if beside.exists() else Path(meant(name))
 
 
 def digest_of_file(path: Path) -> str:
-    """The sha256 of a file's bytes."""
+    """Return the sha256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _MOST_ITEMS = 10_000_000
-# What a layer's MLP computes by, beside its weights, and what shows a model of another shape.
+# Config keys that affect an MLP's output besides its weights, or the model's shape.
 _SAME = (
     *("model_type", "hidden_act", "hidden_activation", "hidden_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads"),
@@ -237,9 +237,9 @@ _SAME = (
 
 
 def check_fine_tune(name: str, model: CheckpointFolder, base: CheckpointFolder) -> None:
-    """Raise BadInput where the model that the plan calls `name` has another architecture or vocabulary than the base.
+    """Raise BadInput where the plan's model `name` has another architecture or vocabulary than the base.
 
-    That its tensors are the base's by name and shape is checked of those that are taken, once the plan is drawn.
+    Whether its tensors have the base's names and shapes is checked later, for those that are taken.
     """
     shown = printable(name)
     for key in _SAME:
@@ -255,7 +255,7 @@ def check_fine_tune(name: str, model: CheckpointFolder, base: CheckpointFolder) 
 
 
 def _vocabulary(folder: CheckpointFolder) -> object:
-    """The pieces of its tokenizer; nothing where it has none of this kind, which then says nothing."""
+    """Return the vocabulary of a folder's tokenizer.json; None where there is none."""
     if TOKENIZER_FILE not in folder.side_files:
         return None
     content = folder.read_side_file(TOKENIZER_FILE)

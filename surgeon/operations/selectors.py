@@ -1,8 +1,8 @@
-"""Layer selectors: which layers, or which gaps between layers, an operation means.
+"""Layer selectors: which layers, or which gaps between layers, an operation acts on.
 
-Layers are counted from 0. A *gap* is named by the layer below it: the gap after layer 3 lies between layers
-3 and 4. The named positions of gaps are those of OpT-DeUS §7.1 (there counted from 1); the same names on
-layers mean the halves and quarters of the stack itself.
+Layers are counted from 0. A *gap* is named by the layer below it: the gap after layer 3 lies between layers 3 and 4.
+The named positions of gaps are those of OpT-DeUS §7.1 (there counted from 1); the same names on layers mean the halves
+and quarters of the stack itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Range(Spec):
 
 
 class EveryPeriod(Spec):
-    """After every N-th period of a stack whose kinds of layers repeat: there a whole period is new, layer by layer."""
+    """After every N-th period of a stack whose kinds of layers repeat: a whole new period is inserted."""
 
     every_period: Annotated[int, Field(ge=1, description="periods in a group; 1: a new one after each")]
 
@@ -62,7 +62,7 @@ class Least(Spec):
 
 
 GapSelector = Position | Every | After | Range
-# As people write gaps: a plain list names the layers below them, as `after` does.
+# The forms of gaps in a plan file: a plain list names the layers below them, like `after`.
 WrittenGaps = Annotated[
     GapSelector | EveryPeriod | Least,
     BeforeValidator(
@@ -74,9 +74,9 @@ LayerSelector = Position | Every | Range | Annotated[list[Index], Field(min_leng
 
 
 def select_gaps(selector: GapSelector, layers: int) -> list[int]:
-    """The gaps of a stack of `layers` layers that the selector matches, ascending.
+    """Return the gaps of a stack of `layers` layers that the selector matches, ascending.
 
-    BadInput where it matches nothing or names a layer that is not there.
+    Raises BadInput where it matches nothing or names a layer that does not exist.
     """
     match selector:
         case str():
@@ -91,7 +91,7 @@ def select_gaps(selector: GapSelector, layers: int) -> list[int]:
 
 
 def select_layers(selector: LayerSelector, layers: int) -> list[int]:
-    """The layers of a stack of `layers` layers that the selector matches, ascending; errors as `select_gaps`."""
+    """Return the layers of a stack of `layers` layers that the selector matches; errors as in `select_gaps`."""
     match selector:
         case str():
             found = _named_layers(selector, layers)
@@ -105,9 +105,9 @@ def select_layers(selector: LayerSelector, layers: int) -> list[int]:
 
 
 def select_periods(selector: EveryPeriod, pattern: Sequence[tuple[int, str]]) -> tuple[int, list[int]]:
-    """How long a period is, and the gaps above the periods that the selector matches, ascending.
+    """Return the length of a period, and the gaps above the periods that the selector matches, ascending.
 
-    `pattern` is each layer's kind, by number and title. BadInput where kinds do not repeat, or nothing is matched.
+    `pattern` is each layer's kind, by number and title. Raises BadInput where kinds do not repeat, or nothing matches.
     """
     period = period_of(pattern)
     if period is None:
@@ -122,7 +122,7 @@ def select_periods(selector: EveryPeriod, pattern: Sequence[tuple[int, str]]) ->
 
 
 def spread(gaps: list[int], count: int) -> list[int]:
-    """`count` of `gaps`, evenly spread, the topmost always among them. BadInput when there are fewer gaps."""
+    """Return `count` of `gaps`, evenly spread, always with the topmost. Raises BadInput where there are fewer gaps."""
     if count > len(gaps):
         raise BadInput(
             f"`count` {count} is more than the {len(gaps)} gaps `where` matches ({show(gaps)}); lower it, widen"

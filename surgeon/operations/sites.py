@@ -1,8 +1,8 @@
-"""The layers that have the block that a graft is to be beside: in hybrids, not all have an FFN or an attention.
+"""The layers that have the block to which a graft is parallel: in hybrids, some have no FFN or no attention.
 
-Where transformers multiplies quantised numbers as they are stored, it puts modules of its own in the place of the
-model's. A graft at such a place would not be there then: it is refused. Routed experts, which begin as copies of an
-FFN, can stand in layers whose FFN is one of plain matrices.
+For quantised layers transformers' kernels may replace the model's modules by their own. A graft at a replaced module
+would be lost, so it is refused. Routed experts, which begin as copies of an FFN, need layers whose FFN consists of
+plain matrices.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from surgeon.errors import BadInput, printable
 from surgeon.grafts.composition import ATTENTION
 from surgeon.operations.selectors import LayerSelector, select_layers
 
-# What is said of an FFN that is no layer's own.
+# A description of an FFN that does not belong to one layer.
 IN_SHARED = "the model's FFN stands in a block that several layers share"
 _WORDS = {ATTENTION: "token mixer (attention or what stands in its place)"}
 
 
 def select_sites(draft: Draft, selector: LayerSelector, *roles: str) -> list[int]:
-    """The layers that the selector matches and that have one of the blocks `roles` (ATTENTION, FFN), ascending.
+    """Return the layers that the selector matches and that have one of the blocks `roles` (ATTENTION, FFN), ascending.
 
-    `all` means those that have one; a layer that is matched otherwise must have one. Raises BadInput, for a selector
-    that fits nothing as `select_layers` does.
+    `all` means the layers that have one; a layer matched by another selector must have one. Raises BadInput, for a
+    selector that matches nothing as `select_layers` does.
     """
     layers = select_layers(selector, len(draft.layers))
     _check_kept(draft, layers, roles)
@@ -44,15 +44,15 @@ def select_sites(draft: Draft, selector: LayerSelector, *roles: str) -> list[int
 
 
 def _instead(draft: Draft) -> str:
-    """What a model takes of whose layers none has the block."""
+    """Describe the alternatives for a model without the block in any layer."""
     mixers = any(ATTENTION in draft.blocks(layer) for layer in range(len(draft.layers)))
     return "use insert_layers" + (" or mixture_of_control, which stands beside token mixers too" if mixers else "")
 
 
 def default_activation(draft: Draft, layer: int) -> str:
-    """The activation of what stands beside a layer's FFN, where no field of config.json names one; else empty.
+    """Return the activation of a graft at a layer's FFN, where no field of config.json names one; otherwise empty.
 
-    It is the FFN's own, as a twin shows, and SiLU where that is none that others could have (xIELU, which learns).
+    It is the FFN's own, found on a twin, or SiLU where that one cannot be used elsewhere (xIELU, which has parameters).
     """
     if draft.anatomy.derivation.activation:
         return ""
@@ -60,7 +60,7 @@ def default_activation(draft: Draft, layer: int) -> str:
 
 
 def _check_kept(draft: Draft, layers: Sequence[int], roles: Sequence[str]) -> None:
-    """Raise BadInput for a block that would be another one, without its grafts, where the model runs quantised."""
+    """Raise BadInput for a block that kernels for quantised layers would replace, without its grafts."""
     for layer in layers:
         replaced = {packed.replaced for packed in draft.kind_of(layer).packed.values()}
         for role, block in draft.blocks(layer).items():
@@ -90,7 +90,7 @@ def check_adapted(draft: Draft, layer: int, modules: Sequence[str]) -> None:
 
 
 def check_grafts(draft: Draft, layers: Sequence[int]) -> None:
-    """Raise BadInput where something beside the native layers would go with them."""
+    """Raise BadInput where the layers, or the model, have grafts, which would be removed with the layers."""
     carrying = [layer for layer in layers if draft.layers[layer].grafts]
     if carrying or draft.bank is not None:
         what = layers_have(carrying) if carrying else "the model's layers have"

@@ -1,11 +1,10 @@
-"""`stack_layers`: layers of the base once more, on top of themselves, without silencing them.
+"""`stack_layers`: layers of the base repeated on top of the stack, without silencing them.
 
-SOLAR (Kim et al. 2024): the bottom `bottom` layers are followed by the top `top` layers of the same base; the layers
-both copies share occur twice. SOLAR takes three quarters of the stack for each (24 of 32). G_stack (Du et al. 2024,
-equation 1): the whole stack `times` times, of which `range` takes a block alone (repeated blocks, as in self-merges).
-mergekit's passthrough of one model with itself: `slices` of its layers in any order and number. A slice's layers are
-the base's own where their order allows that, else copies; the function is not preserved, and both papers train every
-layer.
+SOLAR (Kim et al. 2024): the bottom `bottom` layers are followed by the top `top` layers of the same base; the layers in
+both copies occur twice. SOLAR uses three quarters of the stack for each (24 of 32). G_stack (Du et al. 2024, equation
+1): the whole stack `times` times; with `range` only a block is repeated (as in self-merges). mergekit's passthrough of
+one model with itself: `slices` of its layers in any order and number. A slice's layers are the base's own where their
+order allows that, otherwise copies; the function is not preserved, and both papers train every layer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Share = Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)]
 
 
 class StackLayers(Operation):
-    """Layers of the base once more: its top above its bottom (SOLAR), the whole stack (G_stack), or a block."""
+    """Repeat layers of the base: its top above its bottom (SOLAR), the whole stack (G_stack), or a block."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -50,8 +49,8 @@ class StackLayers(Operation):
             "2405.15319",
         ),
     )
-    # SOLAR's paper does not say what it trained with, G_stack's is about pre-training; another paper's depth growth
-    # comes nearest.
+    # SOLAR's paper does not state its training settings, and G_stack's is about pre-training; so these are another
+    # depth-growth paper's.
     training: ClassVar[TrainingDefaults] = replace(
         InsertLayers.training,
         source="SOLAR's paper gives none; OpT-DeUS, section 5.5: 1e-4 (1.7B models), 64 sequences of 2048",
@@ -103,7 +102,7 @@ class StackLayers(Operation):
         return self
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Put copies of layers beside them, and take out those that occur no more."""
+        """Insert copies of layers, and remove layers that no longer occur."""
         total = len(draft.layers)
         stored = FLOAT_DTYPES[draft.dtype_of(0)].torch
         if self.dtype not in (None, stored):
@@ -131,7 +130,7 @@ class StackLayers(Operation):
         )
 
     def _slices(self, total: int) -> list[list[int]]:
-        """All layers, bottom up. Raises BadInput where two copies do not overlap."""
+        """Return the slices of layers, bottom up. Raises BadInput where two copies do not overlap."""
         if self.slices is not None:
             return self.slices
         if self.bottom is None or self.top is None:
@@ -148,7 +147,7 @@ class StackLayers(Operation):
 
 
 def _stack(draft: Draft, order: Sequence[int]) -> None:
-    """Make the stack of these layers (numbers of it as it stands): themselves as long as they ascend, else copies."""
+    """Make the stack of these layers (numbers of the current stack): themselves while they ascend, otherwise copies."""
     highest, before = -1, draft.layers
     copies: dict[int, list[LayerDraft]] = {}
     for layer in order:

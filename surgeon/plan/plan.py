@@ -1,4 +1,4 @@
-"""The plan: its schema, where nothing unknown gets through, its file, and the step from plan to blueprint."""
+"""The plan: its schema, which refuses unknown keys, its file, and the step from plan to blueprint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HABITS = {
     "tokenizer_source": "left out: the base's tokenizer goes along",
 }
 
-# What plans had before, and what to use instead.
+# Keys of older plan versions, and what to use instead.
 _FORMER = {
     "expert_layout": "gone: transformers' `save_pretrained` writes a tensor for each expert, and with"
     " `save_original_format=False` one for all",
@@ -41,9 +41,9 @@ _FORMER = {
 
 
 class Plan(Bounded):
-    """A list of operations, applied in order; later selectors see the model as the earlier ones left it."""
+    """A list of operations, applied in order; later selectors refer to the model as the earlier operations left it."""
 
-    # Built at first use: operations of plugins are read then.
+    # Built at first use, when the operations of plugins are known.
     model_config = ConfigDict(defer_build=True)
 
     surgeon: Annotated[Literal[1], Field(description="version of the plan format")]
@@ -58,24 +58,24 @@ def json_schema() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """A plan, its text as it is carried out, where it came from, and the line there of every place in it."""
+    """A plan, its text as it is carried out, its source, and the line in the source of every place in it."""
 
     plan: Plan
     text: str
     source: str
     lines: Mapping[Place, int] = field(default_factory=dict, repr=False, compare=False)
-    # The options that changed what the source says, by the place that they set.
+    # The options that changed values of the source, by the place that they set.
     given: Mapping[Place, str] = field(default_factory=dict, repr=False, compare=False)
 
     def data(self) -> dict[str, Any]:
-        """Return the plan as JSON data, with defaults in it."""
+        """Return the plan as JSON data, including defaults."""
         operations = [operation.model_dump(mode="json", by_alias=True) for operation in self.plan.operations]
         return {"surgeon": self.plan.surgeon, "seed": self.plan.seed, "operations": operations}
 
     def operation(self, number: int) -> str:
-        """Name an operation for errors: its file and line, its number and kind, and the options that changed it."""
+        """Return an operation's name for errors: its file, line, number and kind, and the options that changed it."""
         if not self.lines:
-            # A plan that a command made: nobody has seen it.
+            # A plan that a command made has no file that a user could look at.
             return printable(self.source)
         place = ("operations", number)
         line = self.lines.get(place)
@@ -86,15 +86,15 @@ class LoadedPlan:
 
 
 def load_plan(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:
-    """Read and check a plan file, with `overrides` (`operations.0.alpha=0.5`) in it; BadInput names file and line."""
+    """Read and check a plan file with `overrides` (`operations.0.alpha=0.5`) applied; BadInput names file and line."""
     return parse_plan(read_text(path, what="plan"), source=str(path), overrides=overrides)
 
 
 def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()) -> LoadedPlan:
-    """Check a plan given as text; `source` is its file's name in messages, and where relative paths in it start.
+    """Check a plan given as text; `source` is its file's name in messages, and relative paths start at its folder.
 
-    `overrides` replace values of it before it is checked: a dotted path, with operations by their number or kind, and a
-    value in YAML (`operations.0.init.reg=0.1`). The text of the result then has them in it. Raises BadInput.
+    `overrides` replace values before the check: a dotted path, with operations by their number or kind, and a value in
+    YAML (`operations.0.init.reg=0.1`). The text of the result then includes them. Raises BadInput.
     """
     document = parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
     if not {"surgeon", "operations"} & document.data.keys() and any(key in document.data for key in MERGEKIT_KEYS):
@@ -107,20 +107,20 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
     return LoadedPlan(plan, text, source, document.lines, document.given)
 
 
-# The plan of a model that was trained as it is: there was no surgery.
+# The recorded plan of a model that was trained without surgery.
 NO_OPERATIONS = "surgeon: 1\noperations: []\n"
-# How the plan of a head begins that training made; what follows is JSON, the seed and the labels.
+# The beginning of the recorded plan of a head that training made; JSON with the seed and the labels follows.
 _HEAD = "# surgeon train: a classification head\n"
 
 
 def head_plan(labels: list[str], *, seed: int) -> LoadedPlan:
-    """Make the plan of a classification head for these labels, which training carries out where there is none."""
+    """Return the plan of a classification head for these labels, which training carries out where there is no head."""
     text = _HEAD + json.dumps({"seed": seed, "labels": labels}, ensure_ascii=False) + "\n"
     return recorded_plan(text, source="classification head")
 
 
 def recorded_plan(text: str, *, source: str) -> LoadedPlan:
-    """Read a plan as a manifest holds it: like `parse_plan`, and those of training itself, which nobody can ask for."""
+    """Read a plan from a manifest: like `parse_plan`, and also training's own plans, which no file can contain."""
     if text == NO_OPERATIONS:
         return LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[]), text, source)
     if text.startswith(_HEAD):
@@ -134,14 +134,14 @@ def recorded_plan(text: str, *, source: str) -> LoadedPlan:
 
 
 def prepare(loaded: LoadedPlan, base: OpenedBase) -> dict[int, Facts]:
-    """Let the operations of a plan find out what they need of a base; their facts, by the operations' numbers.
+    """Let the operations of a plan gather what they need from a base; return their facts, by operation number.
 
-    Raises BadInput, with file, line and operation, and WeightsNeeded for a base whose headers alone are at hand.
+    Raises BadInput, with file, line and operation, and WeightsNeeded for a base of which only headers are at hand.
     """
     found: dict[int, Facts] = {}
     for number, operation in enumerate(loaded.plan.operations):
         if base.anatomy.family.encoder and not operation.on_encoders:
-            # `draw` says why it is refused.
+            # `draw` refuses it with the reason.
             continue
         with placed(loaded, number):
             _check_classes(base.folder.config)
@@ -156,7 +156,7 @@ def draw(
 ) -> Blueprint:
     """Draw the blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done.
 
-    `facts` are what `prepare` found of the base, or what its surgery.json keeps of that.
+    `facts` are the result of `prepare`, or what a surgery.json keeps of it.
     """
     draft = Draft(anatomy, config, seed=loaded.plan.seed)
     known = facts or {}
@@ -168,9 +168,9 @@ def draw(
 
 @contextmanager
 def placed(loaded: LoadedPlan, number: int | None = None) -> Iterator[None]:
-    """Put file, line and operation before what a BadInput that is raised within says.
+    """Put file, line and operation before the message of a BadInput that is raised within the context.
 
-    Without a `number` it is of the plan as a whole: its operation where it has one alone, else its file.
+    Without a `number` the error concerns the whole plan: its operation is named where it has only one, else its file.
     """
     try:
         yield
@@ -204,7 +204,7 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
 
 
 def _check_classes(config: Mapping[str, Any]) -> None:
-    """Raise BadInput for a base whose model is built of its own code."""
+    """Raise BadInput for a base whose model is built by its own code."""
     mapped = config.get("auto_map")
     if has_own_code(config) and isinstance(mapped, dict) and builds_models(mapped):
         raise BadInput(
@@ -244,11 +244,11 @@ class _Passthrough(Spec):
 
 
 def of_mergekit(document: Document) -> dict[str, Any]:
-    """Return the plan that a mergekit config is, and note its places. Raises BadInput where it merges models."""
+    """Return the plan equivalent to a mergekit config, and note its places. Raises BadInput if it merges models."""
     merges = document.data.get("merge_method") != "passthrough"
     config = None if merges else check_yaml(_Passthrough, replace(document, what="mergekit config"), _HABITS)
     stacked = [] if config is None else [each for part in config.slices for each in part.sources]
-    # What is behind a plus is an adapter.
+    # The part after a plus is an adapter.
     models = {name for each in stacked for name in each.model.split("+")}
     if config is None or len(models) != 1 or len(stacked) != len(config.slices):
         raise BadInput(

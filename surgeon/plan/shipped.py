@@ -1,7 +1,7 @@
-"""The plans that come with surgeon: a plan's name stands for its file, a point's name for a plan with other values.
+"""The plans shipped with surgeon: a plan's name stands for its file, a point's name for a plan with other values.
 
-Sweeps lie in plans/sweeps. The points of plans/sweeps/FOLDER/SWEEP.yaml are called FOLDER/POINT, as plans are.
-plans/papers has what papers ran, plan, training and evaluation in one file each: studies and tasks files.
+Sweeps are in plans/sweeps. The points of plans/sweeps/FOLDER/SWEEP.yaml are called FOLDER/POINT, like plans.
+plans/papers has papers' experiments, with plan, training and evaluation in one file each: studies and tasks files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from surgeon.plan.plan import LoadedPlan
     from surgeon.plan.sweep import LoadedSweep
 
-# The folders of studies, sweeps and papers' experiments beside the plans.
+# The folders of studies, sweeps and papers' experiments, next to the plans.
 _STUDIES, _SWEEPS, _PAPERS = "studies", "sweeps", "papers"
 _OPERATION = re.compile(r"^ *- *\{?op: *([a-z_]+)", re.MULTILINE)
 
@@ -62,7 +62,7 @@ def shipped_tasks() -> dict[str, Path]:
 
 
 def _papers(kind: str = "") -> dict[str, Path]:
-    """The files of papers' experiments by name: papers/PAPER/TABLE; those of a kind, where one is given."""
+    """Return the files of papers' experiments by name, papers/PAPER/TABLE; only those of `kind`, where one is given."""
     from surgeon.checkpoint.kinds import kind_of
 
     files = {f"{_PAPERS}/{name}": folder() / _PAPERS / f"{name}.yaml" for name in _files(folder() / _PAPERS)}
@@ -71,14 +71,14 @@ def _papers(kind: str = "") -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """The file of a plan, and the values that take the place of those in it, as `--set` gives them."""
+    """The file of a plan, and the values that replace values in it, as `--set` gives them."""
 
     path: Path
     overrides: tuple[str, ...] = ()
 
 
 def points() -> Mapping[str, FoundPlan]:
-    """Return the points of all shipped sweeps by name, as `surgeon apply NAME …` takes them beside the plans' names."""
+    """Return the points of all shipped sweeps by name, which `surgeon apply NAME …` takes like the plans' names."""
     return {point: found for name in sweeps() for point, found in _points_of(name).items()}
 
 
@@ -88,13 +88,13 @@ def _points_of(name: str) -> dict[str, FoundPlan]:
 
 
 def _find_point(name: str) -> FoundPlan | None:
-    """Find the point of a shipped sweep that has this name. Only sweeps of the point's own folder are read."""
+    """Return the point of a shipped sweep with this name. Only sweeps of the point's own folder are read."""
     beside = (sweep for sweep in sweeps() if Path(sweep).parent == Path(name).parent)
     return next((found[name] for sweep in beside if name in (found := _points_of(sweep))), None)
 
 
 def find_sweep(sweep: str | Path) -> LoadedSweep | None:
-    """Read the sweep that an argument means: a sweep's file, or the name of a shipped one; None where it is neither.
+    """Read the sweep that an argument names: a sweep's file, or a shipped sweep's name; None where it is neither.
 
     Raises BadInput for a sweep's file with mistakes in it.
     """
@@ -106,7 +106,7 @@ def find_sweep(sweep: str | Path) -> LoadedSweep | None:
 
 
 def swept(loaded: LoadedSweep) -> dict[str, FoundPlan]:
-    """Find the plan of a sweep (a file beside the sweep's, or a shipped plan) with each point's values, by its name."""
+    """Return, by point name, the plan of a sweep (a file next to it, or a shipped plan) with the point's values."""
     found = find_plan(loaded.sweep.plan, beside=loaded.source.parent)
     return {point.name: FoundPlan(found.path, (*found.overrides, *point.overrides)) for point in loaded.points}
 
@@ -118,15 +118,15 @@ def _load_sweep(path: Path) -> LoadedSweep:
 
 
 def shipped_plans() -> list[str]:
-    """Return every name that stands for a shipped plan: those of plans, and those of the points of sweeps."""
+    """Return every name that stands for a shipped plan: names of plans, and names of the points of sweeps."""
     return [*names(), *points()]
 
 
 @dataclass(frozen=True)
 class Described:
-    """A shipped plan, sweep or paper's experiment: its name, the first sentence of its file, what else it is.
+    """A shipped plan, sweep or paper's experiment: its name, operations, and the first sentence of its file.
 
-    `operations` are empty for an experiment, `points` counts those of a sweep.
+    `operations` are empty for an experiment; `points` is a sweep's number of points.
     """
 
     name: str
@@ -136,8 +136,8 @@ class Described:
 
 
 def described() -> list[Described]:
-    """Describe the shipped plans and sweeps, those of one operation together, and papers' experiments after them."""
-    # Here and below, as the shell, which completes names, does not wait for it.
+    """Describe the shipped plans and sweeps, grouped by operation, and papers' experiments after them."""
+    # Imported here and below, so that the shell's completion of names does not wait for it.
     from surgeon.operations import OPERATIONS
 
     found = {}
@@ -160,7 +160,7 @@ def _about(text: str) -> str:
 
 
 def find_plan(plan: str | Path, *, beside: Path | None = None) -> FoundPlan:
-    """Find what a plan argument means: a path, the name of a shipped plan, or of a point of a shipped sweep.
+    """Find what a plan argument names: a path, a shipped plan, or a point of a shipped sweep.
 
     A file in the folder `beside`, where the file lies that names the plan, comes first. Raises BadInput where it is
     none of them.
@@ -173,7 +173,7 @@ def find_plan(plan: str | Path, *, beside: Path | None = None) -> FoundPlan:
             f"{printable(str(plan))}: a sweep, not a plan; `surgeon plans {printable(str(plan))}` lists the command of"
             f" each of its {len(sweep.points)} points"
         )
-    # A folder is never a plan; an output may well be called as the plan it was made by.
+    # A folder is never a plan; an output folder may have the same name as the plan that made it.
     if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
         return FoundPlan(path)
     known = names()
@@ -186,7 +186,7 @@ def find_plan(plan: str | Path, *, beside: Path | None = None) -> FoundPlan:
 
 
 def load_named(plan: str | Path, overrides: Sequence[str] = ()) -> LoadedPlan:
-    """Read and check the plan that an argument means (`find_plan`), with `overrides` in it. Raises BadInput."""
+    """Read and check the plan that an argument names (`find_plan`), with `overrides` applied. Raises BadInput."""
     from surgeon.plan.plan import load_plan
 
     found = find_plan(plan)
@@ -194,8 +194,7 @@ def load_named(plan: str | Path, overrides: Sequence[str] = ()) -> LoadedPlan:
 
 
 def text_of(name: str) -> str:
-    """Return a plan, study or tasks file as it stands in its file, a point with its values in it, a sweep with the
-    commands of its points.
+    """Return the text of a plan, study or tasks file, of a point with its values, or of a sweep with its commands.
 
     Raises BadInput for any other name.
     """
@@ -213,7 +212,7 @@ def text_of(name: str) -> str:
 
 
 def texts(name: str) -> dict[str, str]:
-    """Return the text of a plan, point, study or tasks file by its name; of a sweep, those of all its points.
+    """Return the text of a plan, point, study or tasks file by its name; for a sweep, the texts of all its points.
 
     Raises BadInput.
     """
@@ -229,23 +228,23 @@ def texts(name: str) -> dict[str, str]:
 
 
 def _whole_files() -> dict[str, Path]:
-    """Studies and tasks files by name, which are no plans."""
+    """Return studies and tasks files by name; they are not plans."""
     return shipped_studies() | shipped_tasks()
 
 
 def _qualified(sweep: str, point: str) -> str:
-    """Return the name of a point beside the plans' names: in the folder of its sweep."""
+    """Return the full name of a point, which begins with the folder of its sweep."""
     return str(Path(sweep).parent / point)
 
 
 def _hint(path: Path, known: list[str]) -> str:
-    """Name the three plans that may be meant: files of a folder, plans of a group, names alike."""
+    """Suggest up to three plans that may be meant: files of the folder, plans of the group, or similar names."""
     from surgeon.checkpoint.kinds import kind_of
 
     beside = sorted(str(file) for file in path.glob("*.y*ml") if kind_of(str(file)) == "a plan")
     name = path.as_posix()
     group = [plan for plan in known if plan == name or plan.startswith(f"{name}/")]
-    # A folder that is there, or a path from the root, is no misspelt name, however many letters they share.
+    # An existing folder, or an absolute path, is not a misspelt name, even if it resembles one.
     misspelt = "" if path.is_dir() or path.is_absolute() else name.lower().replace("_", "-")
     near = (beside or group or difflib.get_close_matches(misspelt, known, n=3, cutoff=0.5))[:3]
     if not near:

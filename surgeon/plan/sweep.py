@@ -1,4 +1,4 @@
-"""A sweep: one plan with other values, such as the points of a figure or the rows of a table in a paper.
+"""A sweep: one plan with varied values, such as the points of a figure or the rows of a table in a paper.
 
 A point is what `surgeon apply PLAN BASE OUT --set KEY=VALUE …` carries out.
 """
@@ -30,7 +30,7 @@ Scalar = bool | int | float | str
 
 
 class Sweep(Entry):
-    """A plan with other values at some of its keys: every combination of `values`, or each of the named `points`."""
+    """A plan with varied values at some of its keys: every combination of `values`, or each of the named `points`."""
 
     surgeon_sweep: Annotated[Literal[1], Field(description="version of this format")]
     plan: Annotated[str, Field(min_length=1, description="name of a shipped plan, or a plan's file beside this one")]
@@ -52,25 +52,25 @@ class Sweep(Entry):
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a sweep: its name, and the values that it gives keys of the plan."""
+    """One point of a sweep: its name, and the values of the plan's keys that it sets."""
 
     name: str
     settings: Mapping[str, Any]
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The settings as `--set` takes them."""
+        """Return the settings as `--set` takes them."""
         return overrides_of(self.settings)
 
     @property
     def options(self) -> str:
-        """The settings as options of a command, quoted for a shell."""
+        """Return the settings as options of a command, quoted for a shell."""
         return " ".join(f"--set {shlex.quote(override)}" for override in self.overrides)
 
 
 @dataclass(frozen=True)
 class LoadedSweep:
-    """A sweep as read: its text and its file."""
+    """A sweep that was read, with its text and its file."""
 
     sweep: Sweep
     text: str
@@ -78,7 +78,7 @@ class LoadedSweep:
 
     @property
     def points(self) -> list[Point]:
-        """All points; where they have no names of their own, the file's and their values make one."""
+        """Return all points; a point without a name is named by the file's name and its values."""
         if self.sweep.points is not None:
             return [Point(name, settings) for name, settings in self.sweep.points.items()]
         values = self.sweep.values or {}
@@ -104,7 +104,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    """A value in YAML, in one line: a plain word as it is, all else as JSON."""
+    """Return a value in YAML, in one line: a plain word as it is, anything else as JSON."""
     if isinstance(value, str) and _PLAIN_WORD.fullmatch(value):
         return value
     return json.dumps(value, ensure_ascii=False)

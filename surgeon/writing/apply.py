@@ -37,9 +37,10 @@ from surgeon.writing.write import assist, check_output, execute
 
 @dataclass(frozen=True)
 class Applied:
-    """A finished surgery: where the output lies, its manifest, what the preview said, and seconds by stage.
+    """A finished surgery: the output's path, its manifest, its preview, and the seconds of each stage.
 
-    `left_behind` are files of the base that were not carried along; `moved` says how the bytes of tensors came there.
+    `left_behind` are files of the base that were not carried along; `moved` tells how the bytes of tensors were
+    written.
     """
 
     path: Path
@@ -92,14 +93,14 @@ def apply(
 ) -> Applied:
     """Grow `base` by `plan` into the new folder `out`; `overrides` (`operations.0.init.reg=0.1`) replace its values.
 
-    With `read_back` what was written is read again and compared with the base on the way: the static part of
+    With `read_back` the written shards are read again and compared with the base during the run: the static part of
     `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers. `ranks` are
     the processes that torchrun has started (`surgeon.common.distributed.joined`), which all make this call.
 
-    Shards of the base that go unchanged into `out` share its blocks where the file system has reflinks. With `link`
-    they are hard-linked: one file under two names, made read-only, so that a later write to either is refused.
+    Shards of the base that are unchanged in `out` share its blocks where the file system has reflinks. With `link` they
+    are hard-linked: one file under two names, made read-only, so that a later write to either is refused.
 
-    `out` is absent or complete at any moment; the same call continues what a killed one began. Raises BadInput.
+    `out` is absent or complete at any moment; the same call continues an interrupted run. Raises BadInput.
     """
     listener = listener or Quiet()
     ranks = ranks or Ranks()
@@ -107,7 +108,7 @@ def apply(
     devices.check(device)
     loaded = loaded_plan(plan, overrides)
     if ranks.size == 1:
-        # Of several processes only the first one says it, where the others wait for it.
+        # With several processes only the first one checks this, while the others wait for it.
         check_destination(target, Path(base) if Path(base).exists() else None)
     adapters: dict[str, AdapterFolder] = {}
     if not Path(base).exists():
@@ -129,7 +130,7 @@ def apply(
         with ranks.leading():
             check_output(job, located.path, target)
             if device != "auto":
-                # Although nothing may be computed: who names a device that is not there is told so.
+                # Checked even where nothing is computed, so that a device that does not exist is reported.
                 devices.resolve(device)
             shown = proved(shown, opened)
             for note in shown.notes_on_it:
@@ -143,7 +144,7 @@ def apply(
 
 
 def _device(device: str, ranks: Ranks) -> str:
-    """The device of this process; of several, `auto` gives each its own."""
+    """Return the device of this process; with several processes, `auto` gives each its own."""
     resolved = devices.resolve(device)
     return ranks.local_device or resolved if device == "auto" and resolved == "cuda" else resolved
 
@@ -153,7 +154,7 @@ def _written(manifest: Manifest) -> str:
 
 
 def applied_view(applied: Applied) -> RenderableType:
-    """A finished surgery in a few lines."""
+    """Return a view of a finished surgery in a few lines."""
     manifest = applied.manifest
     kept = sum(not output.new for output in applied.preview.blueprint.outputs)
     proof = "read back and byte-identical" if applied.read_back else "not read back (surgeon verify does it)"

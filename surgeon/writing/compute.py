@@ -1,4 +1,4 @@
-"""The part of an execution that needs weights in memory, and torch: what recipes compute with.
+"""The part of an execution that needs weights in memory, and torch: the bench that recipes compute with.
 
 Arithmetic is in float32; each result is rounded once to its dtype. One output at a time is made.
 """
@@ -32,7 +32,7 @@ from surgeon.writing.finiteness import FiniteCheck
 from surgeon.writing.prediction import PredictionSettings, Predictor, learn
 from surgeon.writing.prompts import read_by_mlps
 
-# What torch calls quantised tensors.
+# The torch dtypes of quantised tensors.
 PACKED = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
@@ -42,12 +42,12 @@ PACKED = {
     "I64": torch.int64,
 }
 
-# Lists of prompts, one an expert.
+# A list of prompts for each expert.
 _Prompts = Sequence[Sequence[str]]
 
 
 class Evaluator:
-    """Makes the tensors of a blueprint from a base, one after the other: the bench that recipes compute with."""
+    """The bench that recipes compute with: it makes the tensors of a blueprint from a base, one after another."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class Evaluator:
         self._fits: dict[str, dict[str, Any]] = {}
         self._changes: dict[str, dict[str, Any]] = {}
         self._prompted: dict[tuple[_Prompts, _Prompts], dict[int, Tensor]] = {}
-        # What several parts of the output under way are taken from, one after the other; and tensors of an adapter, for
-        # as long as outputs need them.
+        # Results from which several parts of the current output are taken; and tensors of adapters, kept while outputs
+        # still need them.
         self._kept: dict[Recipe, Tensor] = {}
-        # Of matrices that a network predicts: the networks, and how many outputs still need each.
+        # The networks that predict matrices; each is kept while outputs still need it.
         self._predictors: dict[tuple[object, ...], Predictor] = {}
         new = [output for output in blueprint.outputs if output.new]
         self._imports = Counter(each for output in new for each in _imports(output.recipe))
@@ -83,21 +83,21 @@ class Evaluator:
         self._users = Counter(name for names in self._needs.values() for name in names)
 
     def expect(self, now: Sequence[Output], then: Sequence[Output]) -> None:
-        """Have the base's tensors read while others are computed: for the outputs made now, and those made next."""
+        """Read the base's tensors ahead in the background: for the outputs made now, and for those made next."""
         self._ahead.expect(self._tensors_of(now), self._tensors_of(then))
 
     def close(self) -> None:
-        """Read ahead no more."""
+        """Stop reading ahead."""
         self._ahead.close()
 
     def take_reports(self) -> dict[str, dict[str, Any]]:
-        """Reports since the last call, by name: of transport maps, of networks' fits, of changes that were merged."""
+        """Return reports since the last call, by name: of transport maps, networks' fits, and merged changes."""
         taken = self.maps.reports | self._fits | self._changes
         self.maps.reports, self._fits, self._changes = {}, {}, {}
         return taken
 
     def make(self, output: Output) -> Iterator[memoryview]:
-        """The bytes of the output's tensor in its dtype, in order. BadInput names what stands in the way."""
+        """Yield the bytes of the output's tensor in its dtype, in order. Raises BadInput where it cannot be made."""
         recipe, made = output.recipe, 0
         try:
             for part in recipe.compute_in_pieces(self):
@@ -115,9 +115,9 @@ class Evaluator:
         self._kept = {each: made for each, made in self._kept.items() if self._imports[each] > 0}
 
     def skip(self, output: Output) -> None:
-        """Count an output as done (made, or found done by an earlier run) and free the maps nobody needs now."""
+        """Count an output as done (made now, or by an earlier run) and free the maps that are no longer needed."""
         self._users.subtract(self._needs.get(output.name, ()))
-        # Those of one expert of a layer that a plan fused before may be solved again after their last known use.
+        # Maps for one expert of a layer that the plan fused before may be solved again after their last counted use.
         self.maps.forget([name for name in self.maps.solved if self._users[name] <= 0])
         self._imports.subtract(_imports(output.recipe))
         for network in _networks(output.recipe):
@@ -125,14 +125,14 @@ class Evaluator:
             if self._predicted[network] <= 0:
                 self._predictors.pop(network, None)
 
-    # What recipes ask for: surgeon.blueprint.recipes.Bench.
+    # The methods of surgeon.blueprint.recipes.Bench.
 
     def dtype(self, name: str) -> torch.dtype:
-        """The torch dtype of what a header calls `name`."""
+        """Return the torch dtype for the name that a header uses."""
         return stored_dtype(name) if name in FLOAT_DTYPES else PACKED[name]
 
     def compute(self, recipe: Recipe) -> Tensor:
-        """A recipe's result, rounded to its dtype. Raises ValueError where it is of another shape than planned."""
+        """Return a recipe's result, rounded to its dtype. Raises ValueError where its shape is not as planned."""
         made = recipe.compute(self)
         if tuple(made.shape) != recipe.shape:
             raise ValueError(
@@ -142,19 +142,19 @@ class Evaluator:
         return made.to(stored_dtype(recipe.dtype))
 
     def working(self, recipe: Recipe) -> Tensor:
-        """A recipe's result in float32 (float64 stays) on the working device, a copy of its own."""
+        """Return a recipe's result in float32 (float64 stays) on the working device, as a copy of its own."""
         made = self.compute(recipe)
         dtype = torch.float64 if made.dtype == torch.float64 else torch.float32
         return made.to(self.device, dtype, copy=True)
 
     def kept(self, recipe: Recipe) -> Tensor:
-        """A recipe's result, computed once for the output under way; nobody may change it."""
+        """Return a recipe's result, computed once for the current output; the caller must not change it."""
         if recipe not in self._kept:
             self._kept[recipe] = self.compute(recipe)
         return self._kept[recipe]
 
     def read(self, recipe: Recipe) -> Tensor:
-        """The pieces of the base that a recipe is, as a tensor. Raises BadInput where a number of it is not finite."""
+        """Read a recipe's pieces of the base as a tensor. Raises BadInput where a number is not finite."""
         pieces = recipe.pieces
         with self.stopwatch.stage("read"):
             raw = self._read(pieces)
@@ -164,7 +164,7 @@ class Evaluator:
         return tensor
 
     def read_rows(self, recipe: Recipe, begin: int, end: int) -> tuple[memoryview, Tensor]:
-        """Some rows of a tensor of the base: bytes, and numbers. Raises BadInput where one is not finite."""
+        """Read some rows of a tensor of the base, as bytes and as numbers. Raises BadInput where one is not finite."""
         (name,) = recipe.pieces.tensors
         width = recipe.nbytes // recipe.shape[0]
         raw = self.base.read_part(name, slice(begin * width, end * width))
@@ -174,7 +174,7 @@ class Evaluator:
         return memoryview(raw), tensor
 
     def imported(self, place: Place, name: str, tensor: str) -> Tensor:
-        """A tensor of an adapter, or of another model. Raises BadInput where a number of it is not finite."""
+        """Return a tensor of an adapter, or another model. Raises BadInput where a number of it is not finite."""
         source: AdapterFolder | CheckpointFolder = self.adapters[name] if place == "adapter" else self.models[name]
         with self.stopwatch.stage("read"):
             raw = source.read(tensor)
@@ -187,21 +187,21 @@ class Evaluator:
         return _tensor(raw, stored_dtype(facts.dtype), facts.shape)
 
     def draws(self, key: str) -> np.random.Generator:
-        """Random numbers by the plan's seed and `key`."""
-        # Philox, seeded by hash: the same numbers on every platform, in any order of tensors and processes.
+        """Return a generator seeded by the plan's seed and `key`."""
+        # Philox, seeded by a hash: the same numbers on every platform, in any order of tensors and processes.
         digest = hashlib.sha256(f"{self.blueprint.seed}:{key}".encode()).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
     def map_of(self, ref: MapRef) -> TransportMap:
-        """The map of a coupling, solved at its first use."""
+        """Return the map of a coupling, solved at its first use."""
         return self.maps.get(ref)
 
     def aligned(self, coupling: str) -> Tensor:
-        """The rows of the lower layer, after T_in, that the map of a coupling was solved for."""
+        """Return the rows of the lower layer, after T_in, for which the map of a coupling was solved."""
         return self.maps.aligned(coupling)
 
     def align_columns(self, matrix: Tensor, ref: MapRef) -> Tensor:
-        """The columns of a matrix along a map."""
+        """Return a matrix with its columns aligned along a map."""
         if ref.coupling is None:
             return matrix
         found = self.maps.get(ref)
@@ -209,15 +209,15 @@ class Evaluator:
             return found.align_columns(matrix)
 
     def align_rows(self, matrix: Tensor, ref: MapRef) -> Tensor:
-        """The rows of a matrix along a map."""
+        """Return a matrix with its rows aligned along a map."""
         return matrix if ref.coupling is None else self.maps.get(ref).align_rows(matrix)
 
     def forget(self, couplings: Iterable[str]) -> None:
-        """Free maps that nothing needs soon; one that is needed again is solved again."""
+        """Free maps that are not needed soon; a map that is needed again is solved again."""
         self.maps.forget(couplings)
 
     def prompted(self, prompts: _Prompts, against: _Prompts) -> Mapping[int, Tensor]:
-        """Of every layer with an MLP the rows of a router by prompts, of length 1; the base is run once."""
+        """Return router rows from prompts, of length 1, for every layer with an MLP; the base is run once."""
         if (prompts, against) not in self._prompted:
             with self.stopwatch.stage("run the base"):
                 found = read_by_mlps(self.base, prompts, against, device=self.device)
@@ -228,9 +228,9 @@ class Evaluator:
     def predictor(
         self, stack: tuple[Recipe, ...], key: str, settings: tuple[tuple[str, Any], ...], *, fit: str, keep_poor: bool
     ) -> Predictor:
-        """The network that predicts matrices of a stack, learned at its first use; draws are by `key`.
+        """Return the network that predicts matrices of a stack, trained at its first use; `key` seeds its draws.
 
-        How well it fits is recorded as `fit`. Raises BadInput where it explains nothing, unless that is kept.
+        Its fit is recorded as `fit`. Raises BadInput where it explains no variance, unless `keep_poor`.
         """
         network = stack, key, settings
         if network not in self._predictors:
@@ -252,7 +252,7 @@ class Evaluator:
         return self._predictors[network]
 
     def record(self, name: str, figures: Mapping[str, float | int | None]) -> None:
-        """Keep what a merge changed in a tensor, and what rounding left of it, as `name`."""
+        """Record under `name` what a merge changed in a tensor, and how much of it rounding keeps."""
         self._changes[name] = dict(figures)
 
     def stage(self, name: str) -> AbstractContextManager[object]:
@@ -260,7 +260,7 @@ class Evaluator:
         return self.stopwatch.stage(name)
 
     def _bytes_of(self, made: Tensor, output: Output) -> memoryview:
-        """New numbers as they are stored. Raises BadInput where they leave the range of the dtype."""
+        """Return new numbers as they are stored. Raises BadInput where they leave the range of the dtype."""
         dtype = output.recipe.dtype
         data: memoryview = made.to("cpu", stored_dtype(dtype)).contiguous().view(-1).view(torch.uint8).numpy().data
         if not _all_finite(data, dtype):
@@ -271,7 +271,7 @@ class Evaluator:
         return data
 
     def _tensors_of(self, outputs: Sequence[Output]) -> list[str]:
-        """The base's tensors that computing `outputs` takes, each once, about in the order of their use."""
+        """Return the base's tensors that computing `outputs` reads, each once, about in the order of their use."""
         found: dict[str, None] = {}
         for output in outputs:
             if output.recipe.computed:
@@ -283,7 +283,7 @@ class Evaluator:
         return list(found)
 
     def _read(self, pieces: Pieces) -> bytearray:
-        """Bytes of the base: a whole tensor may have been read ahead, of others no more is read than the pieces."""
+        """Read bytes of the base: whole tensors may have been read ahead; of others only the pieces are read."""
         span = pieces.spans[0]
         if pieces.is_all_of(self.base.tensors[span.tensor]):
             return self._ahead.read(span.tensor)
@@ -297,8 +297,8 @@ class Evaluator:
         return found
 
     def _not_finite(self, pieces: Pieces, tensor: Tensor, *, first: int = 0) -> BadInput:
-        """The error that names the first number that is not finite in a tensor, which begins at byte `first`."""
-        # FP8 has no `isfinite` of its own.
+        """Return the error that names the first number that is not finite; `tensor` begins at byte `first`."""
+        # FP8 dtypes have no `isfinite`.
         flat = tensor.flatten().double()
         number = int((~torch.isfinite(flat)).nonzero()[0])
         name, offset = pieces.origin_of(first + number * tensor.element_size())
@@ -311,22 +311,22 @@ class Evaluator:
 
 
 def _networks(recipe: Recipe) -> Iterator[tuple[object, ...]]:
-    """The networks that predict something a recipe is made of."""
+    """Yield the networks that predict a part of a recipe."""
     return (each.network for each in recipe.walk() if isinstance(each, Predicted))
 
 
 def _imports(recipe: Recipe) -> Iterator[Recipe]:
-    """The tensors of adapters, or of other models, that a recipe is made of."""
+    """Yield the tensors of adapters, or of other models, that a recipe is made of."""
     return (each for each in recipe.walk() if isinstance(each, Imported))
 
 
 def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Bytes as a tensor; of none there is no buffer."""
+    """Return bytes as a tensor; frombuffer rejects an empty buffer."""
     return torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
 
 
 def _all_finite(data: bytearray | memoryview, dtype: str) -> bool:
-    """Whether all numbers are, seen on their bits: torch takes twenty times as long for bfloat16."""
+    """Return whether all numbers are finite, by their bits: torch takes twenty times as long for bfloat16."""
     look = FiniteCheck(dtype)
     look(data)
     return look.finite

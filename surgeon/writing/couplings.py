@@ -1,4 +1,4 @@
-"""Transport maps of a blueprint: solved at their first use, shared by recipes, freed after their last."""
+"""The transport maps of a blueprint: solved at their first use, shared by recipes, freed after their last use."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from surgeon.transport.heads import AttentionWeights, head_maps
 from surgeon.transport.maps import HalfIdentity, Spread, TransportMap, TransportSettings
 from surgeon.transport.solving import match_rows, solve
 
-# More would save reading the base again, and cost memory for attention.
+# More windows would save reading the base again, but cost memory for attention.
 _WINDOWS_AT_ONCE = 16
 
 
 class Maps:
-    """The maps of `couplings`, whose rows `bench` computes. `reports` are of those that were solved, by name.
+    """The maps of `couplings`, whose rows `bench` computes. `reports` describe the solved maps, by name.
 
-    `plan_source` is the plan's file, where paths of texts start.
+    Paths of texts are relative to `plan_source`, the plan's file.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class Maps:
         self._base = base
         self._plan_source = plan_source
         self._maps: dict[str, TransportMap] = {}
-        # The lower layer's rows after T_in: the cost needs them and so does the fusion.
+        # The lower layer's rows after T_in, kept because both the cost and the fusion need them.
         self._aligned: dict[str, Tensor] = {}
         self._outputs: dict[TextSupport, dict[str, Tensor]] = {}
 
     @property
     def solved(self) -> tuple[str, ...]:
-        """Names of the maps that are at hand."""
+        """Return the names of the maps in memory."""
         return tuple(self._maps)
 
     def get(self, ref: MapRef) -> TransportMap:
-        """A map, solved now if it is not yet."""
+        """Return a map; solve it first where it is not yet solved."""
         assert ref.coupling is not None
         if ref.coupling not in self._maps:
             coupling = self._couplings[ref.coupling]
@@ -64,17 +64,17 @@ class Maps:
         return HalfIdentity(found) if ref.half_identity else found
 
     def aligned(self, coupling: str) -> Tensor:
-        """The rows of the lower layer, after T_in, of a map that was solved."""
+        """Return the rows of the lower layer, after T_in, of a solved map."""
         return self._aligned[coupling]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Free maps; one that is needed again is solved again."""
+        """Free maps; a map that is needed again is solved again."""
         for name in names:
             self._maps.pop(name, None)
             self._aligned.pop(name, None)
 
     def needed_by(self, recipe: Recipe) -> frozenset[str]:
-        """Couplings a recipe needs, those included that other couplings are made with."""
+        """Return the couplings that a recipe needs, including those that other couplings need."""
         found: set[str] = set()
         waiting = list(recipe.maps)
         while waiting:
@@ -104,11 +104,11 @@ class Maps:
         except ValueError as error:
             raise BadInput(f"experts {coupling.name}: {error}") from error
         self._keep(coupling.name, found, lower)
-        # Of each expert of the upper layer its partner in the lower one.
+        # For each expert of the upper layer, its partner in the lower layer.
         self.reports[coupling.name]["partners"] = [found.source_of(number) for number in range(found.m)]
 
     def _solve_heads(self, whole: WholeHeads) -> None:
-        """The maps of query, key and value at once: a choice of heads is one for all three."""
+        """Solve the maps of query, key and value together, because all three use the same assignment of heads."""
         couplings = [self._couplings[name] for name in whole.names]
         (query, key, value) = [self._rows(coupling) for coupling in couplings]
         outputs = [self._bench.working(recipe) for recipe in whole.output]
@@ -130,13 +130,13 @@ class Maps:
         self._keep(whole.value, found.value, value[0])
 
     def _rows(self, coupling: Coupling) -> tuple[Tensor, Tensor]:
-        """What a coupling compares: rows of the lower layer after T_in, and of the upper layer."""
+        """Return the rows of a coupling: of the lower layer after T_in, and of the upper layer."""
         rows = slice(coupling.start, coupling.stop)
         lower = self._bench.align_columns(self._bench.working(coupling.first)[rows], coupling.t_in)
         return lower, self._bench.working(coupling.second)[rows]
 
     def _compared(self, coupling: Coupling, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-        """What a coupling's cost is of, whose rows, the lower ones after T_in, are given."""
+        """Return the rows from which a coupling's cost is computed; `lower` (after T_in) and `upper` are its rows."""
         if coupling.support is not None:
             return self._activations(coupling, coupling.support)
         if coupling.cost_first:
@@ -144,7 +144,7 @@ class Maps:
         return lower, upper
 
     def _activations(self, coupling: Coupling, support: TextSupport) -> tuple[Tensor, Tensor]:
-        """What the coupling's rows put out on its text; the base is run once for all couplings of that text."""
+        """Return the outputs of the coupling's rows on its text; the base is run once for all couplings of the text."""
         if support not in self._outputs:
             alike = [each for each in self._couplings.values() if each.support == support]
             names = {name for each in alike for recipe in (each.first, each.second) for name in recipe.sources}
@@ -167,7 +167,7 @@ class Maps:
 
 
 def _only(names: Iterable[str]) -> str:
-    """The one tensor of the base that rows compared by activations are of."""
+    """Return the only name among `names`: the tensor whose rows are compared by activations."""
     (name,) = names
     return name
 
@@ -175,13 +175,13 @@ def _only(names: Iterable[str]) -> str:
 def activations(
     base: CheckpointFolder, weights: Iterable[str], support: TextSupport, *, text: Path, device: torch.device
 ) -> dict[str, Tensor]:
-    """For each named weight of a linear module, the module's outputs on the text: (rows, samples), float32, on the CPU.
+    """Return, for each named weight of a linear module, the module's outputs on the text.
 
-    The support of `support: activations` (Singh and Jaggi, 2020): two neurons correspond where they fire alike, not
-    where their weights lie close. The base runs once, in the memory of one layer (verification's streamed model).
-
-    Samples are the text's first tokens in windows of `support.window`. Raises BadInput for a text that cannot be
-    read or gives too few tokens, and for a base without tokenizer.
+    The outputs are (rows, samples), float32, on the CPU. They are the support of `support: activations` (Singh and
+    Jaggi, 2020): two neurons correspond where they fire alike, not where their weights are close. The base runs once,
+    in the memory of one layer (verification's streamed model). Samples are the text's first tokens in windows of
+    `support.window`. Raises BadInput for a text that cannot be read or gives too few tokens, and for a base without
+    tokenizer.
     """
     windows = -(-support.samples // support.window)
     vocabulary = dissect_folder(base).sizes.vocabulary
@@ -206,7 +206,7 @@ def activations(
 
 def _keeping(parts: list[Tensor]) -> Callable[[Any, Any, Tensor], None]:
     def keep(_module: Any, _arguments: Any, output: Tensor) -> None:
-        # Cloned outside of inference mode's views: the caller computes with it.
+        # Cloned to leave inference mode's tensors: the caller computes with it.
         parts.append(output.flatten(0, -2).float().cpu().clone())
 
     return keep

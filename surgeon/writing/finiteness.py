@@ -1,15 +1,15 @@
-"""Which tensors hold NaN or infinity, seen on the bytes that are read for their digests anyway.
+"""A check for NaN or infinity, on the bytes that are read for digests anyway.
 
-Nothing is decoded. In each of these formats the numbers that are not finite are those whose bits, read as a whole
-number without the sign, are at least those of infinity: as signed numbers they are above the largest finite one,
-as unsigned numbers so are the negative ones. Two maxima of a block in the cache cost about a tenth of hashing it.
+Nothing is decoded. In each of these formats the numbers that are not finite are those whose bits without the sign, read
+as an integer, are at least the bits of infinity. So the positive ones exceed the largest finite number as signed
+integers, and the negative ones as unsigned integers. Two maxima of a block in the cache cost about a tenth of hashing.
 """
 
 from __future__ import annotations
 
 from surgeon.checkpoint.header import FLOAT_DTYPES
 
-# By dtype: the integers of its width, and the bits of infinity (F8_E4M3 has none, and one NaN in its place).
+# By dtype: its width in bytes, and the bits of infinity (F8_E4M3 has no infinity; here the bits of its NaN).
 _INFINITY = {
     "F8_E4M3": (1, 0x7F),
     "BF16": (2, 0x7F80),
@@ -21,9 +21,9 @@ assert _INFINITY.keys() > FLOAT_DTYPES.keys()
 
 
 class FiniteCheck:
-    """Takes a tensor's bytes, piece after piece; `finite` is whether all numbers so far are.
+    """A check of a tensor's bytes, piece after piece; `finite` is whether all numbers so far are finite.
 
-    A dtype without infinity (whole numbers) is always finite.
+    A dtype without infinity (integers) always counts as finite.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -32,7 +32,7 @@ class FiniteCheck:
         self._rest = b""
 
     def __call__(self, piece: bytes | bytearray | memoryview) -> None:
-        """Look at the next bytes, which may begin and end within a number."""
+        """Check the next bytes, which may begin and end within a number."""
         if not self._width or not self.finite:
             return
         view = memoryview(piece)
@@ -50,7 +50,7 @@ class FiniteCheck:
             self._look(view[:whole])
 
     def _look(self, data: bytes | memoryview) -> None:
-        # Only where bytes are read back: preview and the command line do without it.
+        # Imported only where bytes are read back: preview and the command line need no numpy.
         import numpy as np
 
         unsigned = np.frombuffer(data, dtype=f"<u{self._width}")

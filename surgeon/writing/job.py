@@ -1,4 +1,4 @@
-"""What one execution writes, as plain data: a surgery, a state that comes back, a delta, a trained output."""
+"""One execution as plain data: for a surgery, a restored state, a delta, or a trained output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from surgeon.writing.readback import ReadBack
 
 @dataclass(frozen=True)
 class Computing:
-    """What tensors are computed by that are not copied: a plan's blueprint, what it reads from, and the device."""
+    """What computed tensors need: a plan's blueprint, the checkpoints it reads from, and the device."""
 
     blueprint: Blueprint
     base: CheckpointFolder
@@ -41,7 +41,7 @@ class Computing:
 
 
 class Twin(NamedTuple):
-    """The file that a shard mirrors: one of the source of this name, and its header."""
+    """The file that a shard mirrors: a file of the named source, and its header."""
 
     source: str
     file: str
@@ -49,7 +49,7 @@ class Twin(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it is opened (`OpenShards`)."""
+        """Return the name by which `OpenShards` opens the file."""
         return f"{self.source}/{self.file}"
 
 
@@ -57,15 +57,15 @@ class Twin(NamedTuple):
 class Job:
     """One execution: shards with their tensors in order, and small files.
 
-    `sources` are the checkpoints, deltas and work folders that are copied from, by names of the job's; the first is
-    called "". `places` says of every output that holds bytes of theirs which bytes of which files these are. `files`
-    are the small files that are known beforehand; side files of `carried` (those of `carried_names`; None: all) go
-    along as they are. `finish` is called when every shard is written and read back and these files are written: it
+    `sources` are the checkpoints, deltas and work folders that are copied from, by the job's own names; the first is
+    called "". `places` gives, for every output that holds bytes of a source, the files and byte ranges. `files` are the
+    small files whose content is known beforehand; the side files of `carried` (those in `carried_names`; None: all) are
+    copied unchanged. `finish` is called when every shard is written and read back and these files are written: it
     raises where the output must not be published, and returns the files that are known only then. `identity` is, as
-    JSON data, what the output's bytes depend on beside shards and `files`: the checkpoints that are read, the plan.
-    `twins` are the files that shards mirror: their data lies as there, modulo the alignment, and a shard that is its
-    twin byte for byte moves no byte where that can be had: it shares its twin's blocks, or with `link` is its twin
-    under a second name. Of `recall`, the first source, digests may be those of the last time that it was read.
+    JSON data, what the output's bytes depend on besides shards and `files`: the checkpoints that are read, the plan.
+    `twins` are the files that shards mirror: a shard's data has the alignment of its twin. A shard that equals its twin
+    byte for byte is not written where that can be avoided: it shares its twin's blocks, or with `link` is its twin
+    under a second name. For `recall`, the first source, digests may come from the last time that it was read.
     """
 
     shards: tuple[Shard, ...]
@@ -81,22 +81,22 @@ class Job:
     read_back: bool = True
     link: bool = False
     recall: CheckpointFolder | None = None
-    # Looks at the staged folder when all is in it, and raises where that must not be published.
+    # Checks the staged folder when it is complete, and raises where it must not be published.
     look: Callable[[Path], None] | None = None
 
     @cached_property
     def unchanged(self) -> Mapping[str, Twin]:
-        """The shards that are their twins byte for byte, with these."""
+        """Return the shards that equal their twins byte for byte, with these twins."""
         return unchanged_among(self.shards, self.places, self.twins)
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """Every tensor that is written, shard by shard."""
+        """Return every tensor that is written, shard by shard."""
         return tuple(output for shard in self.shards for output in shard.outputs)
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything the output's bytes depend on; a staged folder of another is never continued."""
+        """Return a digest of all that the output depends on; only a staged folder with the same is continued."""
         content = {
             "version": __version__,
             "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
@@ -109,28 +109,28 @@ class Job:
 
     @property
     def bytes_to_write(self) -> int:
-        """Bytes of tensor data that are no holes: what is written where every byte must be moved."""
+        """Return the bytes of tensor data without holes, which are written where nothing can be linked or shared."""
         return sum(output.nbytes for output in self.outputs if not output.is_hole)
 
     @property
     def bytes_unchanged(self) -> int:
-        """Those among them that need not be moved where files can be linked or share blocks."""
+        """Return the bytes of unchanged shards, which need not be written where files can be linked or share blocks."""
         return sum(shard.nbytes for shard in self.shards if shard.file in self.unchanged)
 
     def check_unchanged(self) -> None:
-        """Raise BadInput where a shard that was read is not what it was when it was opened."""
+        """Raise BadInput where a shard that was read has changed since it was opened."""
         carried = [] if self.carried is None else [self.carried.source]
         for source in {id(each): each for each in (*self.sources.values(), *carried)}.values():
             source.check_unchanged()
 
 
 def copied(name: str, info: TensorInfo) -> Output:
-    """The output `name`, copied from the tensor that `info` describes."""
+    """Return the output `name`, copied from the tensor that `info` describes."""
     return Output(name, Copy.of(info), None)
 
 
 def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
-    """The tensors of each shard, in the order of their bytes."""
+    """Return the tensors of each shard, in the order of their bytes."""
     held: dict[str, list[TensorInfo]] = {file: [] for file in folder.shards}
     for info in sorted(folder.tensors.values(), key=lambda info: info.begin):
         held[info.file].append(info)
@@ -138,25 +138,25 @@ def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
 
 
 def places_in(tensors: Mapping[str, TensorInfo], shards: Iterable[Shard]) -> dict[str, Pieces]:
-    """Where in the files of the first source the bytes lie that outputs take from its `tensors`, all or some."""
+    """Return the places, in the first source's files, of the bytes that outputs take from its `tensors`."""
     outputs = (output for shard in shards for output in shard.outputs)
     return in_files({output.name: output.pieces for output in outputs if output.pieces.spans}, tensors)
 
 
 def data_of(outputs: Iterable[Output], places: Mapping[str, Pieces]) -> Pieces:
-    """Tensors one behind the other as pieces of files; one without a place is of none."""
+    """Return tensors, one after another, as pieces of files; a tensor without a place has no pieces."""
     return stacked([places.get(output.name, Pieces(output.nbytes, ())) for output in outputs], before=1)
 
 
 def twins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Twin]:
-    """The shards' twins in `folder`, the first source."""
+    """Return the shards' twins in `folder`, the first source."""
     return {s.file: Twin("", s.twin, folder.headers[s.twin]) for s in shards if s.twin is not None}
 
 
 def unchanged_among(
     shards: Iterable[Shard], places: Mapping[str, Pieces], twins: Mapping[str, Twin]
 ) -> dict[str, Twin]:
-    """The shards that are their twins byte for byte, with these."""
+    """Return the shards that equal their twins byte for byte, with these twins."""
     return {
         shard.file: twin
         for shard in shards
@@ -166,9 +166,9 @@ def unchanged_among(
 
 
 def model_files(config: Mapping[str, Any], shards: tuple[Shard, ...], code: Mapping[str, bytes]) -> dict[str, bytes]:
-    """config.json, the index where there is one, and the files of code.
+    """Return config.json, the index where there are several shards, and the files of code.
 
-    Raises BadInput for a config.json that no command would read again.
+    Raises BadInput for a config.json that is too large to be read again.
     """
     written = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     if len(written) > MAX_CONFIG_BYTES:
@@ -184,7 +184,7 @@ def model_files(config: Mapping[str, Any], shards: tuple[Shard, ...], code: Mapp
 
 
 def index_of(shards: tuple[Shard, ...]) -> bytes:
-    """The content of the index that names every tensor's shard."""
+    """Return the content of the index that names every tensor's shard."""
     outputs = [(output, shard) for shard in shards for output in shard.outputs]
     metadata = {
         "total_parameters": sum(output.numel for output, _ in outputs),
@@ -196,9 +196,9 @@ def index_of(shards: tuple[Shard, ...]) -> bytes:
 
 
 def beside_weights(files: Mapping[str, str]) -> dict[str, str]:
-    """Of the digests of all small files those that the manifest holds: not its own, the card's or the index's.
+    """Return the digests of small files that the manifest records: without its own, the card's and the index's.
 
-    The card may be edited; the index says nothing that the headers do not, and depends on how shards were cut.
+    The card may be edited; the index repeats the headers, and depends on how shards were cut.
     """
     return {name: digest for name, digest in files.items() if name not in (MANIFEST_FILE, CARD_FILE, INDEX_FILE)}
 
@@ -206,6 +206,6 @@ def beside_weights(files: Mapping[str, str]) -> dict[str, str]:
 def manifest_and_card(
     manifest: Manifest, config: Mapping[str, Any], shards: tuple[Shard, ...], metadata: Metadata
 ) -> dict[str, bytes]:
-    """The manifest, and the card that is written from it."""
+    """Return the manifest, and the card that is written from it."""
     sizes = {output.name: output.numel for shard in shards for output in shard.outputs}
     return {MANIFEST_FILE: manifest.to_bytes(), CARD_FILE: card(manifest, config, sizes, metadata)}

@@ -1,6 +1,6 @@
-"""Shards that are another file byte for byte: hard-linked, or sharing its blocks. What they hold is hashed, once.
+"""Shards that equal another file byte for byte: hard-linked, or sharing its blocks, and hashed once.
 
-Their digests are those of that file, remembered from the last time it was read, or found by reading it on all cores.
+Their digests are the digests of that file, remembered from the last time it was read, or computed on all cores.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from surgeon.writing.finiteness import FiniteCheck
 from surgeon.writing.job import Job, Twin
 from surgeon.writing.readback import ReadBack, Way
 
-# Beyond this many cores the disk, or the memory, gives no more.
+# Beyond this many cores the disk or the memory is the limit.
 _MOST_HASHERS = 8
 
 
 @dataclass(frozen=True)
 class Moved:
-    """How the bytes of an output's tensors came there: written, by shared blocks, or by a second name of their file."""
+    """Bytes of an output's tensors by how they got there: written, by shared blocks, or as a second name of a file."""
 
     written: int = 0
     reflinked: int = 0
@@ -42,7 +42,7 @@ class Moved:
 
     @classmethod
     def of(cls, job: Job, ways: Mapping[str, Way]) -> Moved:
-        """Of a job whose shards came by these ways."""
+        """Return the counts for a job whose shards came by these ways."""
         by_way = dict.fromkeys(("copy", "reflink", "link"), 0)
         for shard in job.shards:
             by_way[ways[shard.file]] += shard.nbytes if shard.file in job.unchanged else 0
@@ -51,31 +51,31 @@ class Moved:
 
     @property
     def text(self) -> str:
-        """In words; empty where every byte was written."""
+        """Describe the counts in words; empty where every byte was written."""
         linked = f"{size(self.linked)} hard-linked: one file with the original, now read-only" if self.linked else ""
         cloned = f"{size(self.reflinked)} share the original's blocks" if self.reflinked else ""
         unmoved = ", ".join(part for part in (linked, cloned) if part)
         return f"{size(self.written)} written, {unmoved}" if unmoved else ""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return plain_fields(self)
 
 
 def way_to(job: Job, out: Path) -> Way:
-    """How unchanged shards get into the folder of `out`. Raises BadInput where they are to be linked and cannot be."""
+    """Return how unchanged shards get into `out`'s folder. Raises BadInput where linking is asked and impossible."""
     folder = working_folder(out).parent
     with OpenShards(job.sources) as shards:
         for twin in job.unchanged.values():
             if not job.link:
-                # They lie in one folder, so what holds of the first holds of most; the others are tried one by one.
+                # All lie in one folder, so the first stands for most; the others are tried one by one.
                 return "reflink" if can_clone(shards.opened(twin.place), folder) else "copy"
             check_linkable(shards.opened(twin.place), _path(job, twin), folder)
     return "link" if job.link else "copy"
 
 
 def bytes_to_move(job: Job, out: Path) -> int:
-    """Bytes of tensor data for which there must be room where `out` is written. Raises BadInput as `way_to`."""
+    """Return the bytes for which the disk needs room. Raises BadInput like `way_to`."""
     return job.bytes_to_write - (job.bytes_unchanged if way_to(job, out) != "copy" else 0)
 
 
@@ -86,7 +86,7 @@ def _path(job: Job, twin: Twin) -> Path:
 
 
 class Unmoved:
-    """Takes unchanged shards into an output by `way`, and hands them to `proof` with what they hold."""
+    """A worker that brings unchanged shards into an output by `way`, and reports their digests to `proof`."""
 
     def __init__(self, job: Job, way: Way, proof: ReadBack) -> None:
         self._job, self._way, self._proof = job, way, proof
@@ -99,9 +99,9 @@ class Unmoved:
         self._hashers.shutdown(wait=True, cancel_futures=True)
 
     def take(self, shard: Shard, target: Path, stopwatch: Stopwatch) -> bool:
-        """Whether `target` is the shard now, durably and journalled; False where its bytes must be written.
+        """Return whether `target` is now the shard, durably and journalled; False where its bytes must be written.
 
-        Raises BadInput where it is to be linked and cannot be, or the original is written meanwhile.
+        Raises BadInput where linking is asked and impossible, or the original changes meanwhile.
         """
         twin = self._job.unchanged.get(shard.file)
         if twin is None:
@@ -132,7 +132,7 @@ class Unmoved:
             look = FiniteCheck(info.dtype)
             return sha256_range(source, info.begin, info.end, look), look.finite
 
-        # The largest first, so that no core is left alone with one at the end.
+        # The largest first, so that no core is left with a large one at the end.
         infos = sorted(twin.tensors, key=lambda info: -info.nbytes)
         found = dict(zip((info.name for info in infos), self._hashers.map(hashed, infos), strict=True))
         not_finite = tuple(name for name, (_, finite) in found.items() if not finite)
@@ -140,12 +140,12 @@ class Unmoved:
 
 
 def _cores() -> int:
-    """Of those that the machine has, the ones that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cloned(source: int, target: Path) -> bool:
-    """Whether `target`, a new file, has the blocks of `source`; where not, there is no such file."""
+    """Return whether `target`, a new file, now shares the blocks of `source`; if not, no file is left."""
     target.unlink(missing_ok=True)
     handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:

@@ -1,7 +1,7 @@
-"""Whether what a surgery added computes numbers: what ends in zeros adds 0 × f(x), which is none where f overflows.
+"""A check that new parts compute finite numbers: a part that ends in zeros adds 0 × f(x), which is NaN if f overflows.
 
-Looked at once all is written and before it is published, on one text, a layer in memory at a time; and only where the
-weights allow an overflow. In float16 most do; in other dtypes numbers must be far larger than any that are learned.
+It runs when all is written and before it is published, on one text, with one layer in memory at a time; and only where
+the weights allow an overflow. In float16 most do; in other dtypes weights must be far larger than learned ones.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TOKENS = 24
-# How large numbers may be that a block reads, beside those that its norm makes.
+# How large the inputs of a block may be, apart from those that its norm makes.
 _STREAM = 1e2
 # The largest finite number of each dtype.
 _LARGEST = {"F16": 65504.0, "BF16": 3.389e38, "F32": 3.402e38, "F64": 1.797e308}
-# Numbers of a tensor that are looked at together.
+# How many numbers of a tensor are checked at a time.
 _AT_ONCE = 2**22
 
 
 def check_finite(
     staged: Path, opened: OpenedBase, blueprint: Blueprint, *, device: str, say: Callable[[str], None]
 ) -> None:
-    """Run what an exact plan made on a text, where new parts of its layers may overflow; `say` gets why it cannot be.
+    """Run the output of an exact plan on a text, where its new parts may overflow.
 
-    Raises BadInput where a layer computes what is no number, and the base computes numbers.
+    `say` gets the reason where it cannot be run. Raises BadInput where a layer of the output computes NaN or infinity,
+    and the base does not.
     """
     base = opened.folder
     grown = {
@@ -48,7 +49,7 @@ def check_finite(
     out = CheckpointFolder.open(staged, trust_remote_code=base.own is not None)
     if not _may_overflow(out, grown):
         return
-    # Imports torch, which nearly no base gets to.
+    # This import loads torch, which hardly any base needs here.
     from surgeon.models.tokens import token_batches
 
     try:
@@ -69,10 +70,10 @@ def check_finite(
 
 
 def _may_overflow(out: CheckpointFolder, layers: Collection[int]) -> bool:
-    """Whether the weights of these layers allow a number beyond the dtype's largest, by a bound that is never reached.
+    """Return whether these layers' weights allow a number beyond the dtype's range, by a generous bound.
 
-    With w the largest weight and D the widest sum, a norm's numbers are below w √D, and a projection makes its input
-    w D times as large; two projections are multiplied, summed and projected again: w⁵ D⁴.
+    With w the largest weight and D the widest sum, a norm's numbers are below w √D, and a projection makes its input w
+    D times as large; two projections are multiplied, summed and projected again: w⁵ D⁴.
     """
     held = [out.tensors[name] for name, (_, layer, _) in places_of(out.tensors).items() if layer in layers]
     floats = [info for info in held if info.dtype in _LARGEST and info.numel]
@@ -83,10 +84,10 @@ def _may_overflow(out: CheckpointFolder, layers: Collection[int]) -> bool:
 
 
 def _largest(out: CheckpointFolder, info: TensorInfo) -> float:
-    """The largest of a tensor's numbers without their signs; infinity for what is none."""
+    """Return the largest absolute value in a tensor; infinity where a number is not finite."""
     width = info.nbytes // info.numel
     stored = np.memmap(out.path / info.file, f"<i{width}", "r", info.begin, (info.numel,))
-    # Without the sign, numbers are ordered as their bits are; with it, negative ones are above all others if unsigned.
+    # Without the sign bit, numbers are ordered as their bits; with it, unsigned, negative ones are above all others.
     mask = (1 << 8 * width - 1) - 1
     bits = 0
     for at in range(0, info.numel, _AT_ONCE):
@@ -99,7 +100,7 @@ def _largest(out: CheckpointFolder, info: TensorInfo) -> float:
 
 
 def _first_odd(folder: CheckpointFolder, ids: Tensor, device: str) -> int | None:
-    """The first layer of a model that puts out what is no number; None where none does."""
+    """Return the first layer with an output that is not finite; None where there is none."""
     import torch
 
     from surgeon.models.load import running

@@ -1,10 +1,9 @@
 """Matrices between two layers, predicted by a small network (LESA, Yang et al. 2025, arXiv 2502.13794).
 
 The algorithm is that of the authors' notebook, `train_LESA.ipynb`. The matrices W_1 … W_L of one module, side by side
-(always along their second axis), have one singular value decomposition, [W_1 … W_L] = U Σ [V_1 … V_L]. A network
-learns V_i from V_{i-1} and V_{i+1}, one singular direction (a row of each) at a time; what it makes of V_i and V_{i+1}
-is V', and the new layer's matrix is U Σ V'. Dimensions: D rows of a matrix, M its columns, R the rank, L the layers, B
-a batch.
+(always along their second axis), have one singular value decomposition, [W_1 … W_L] = U Σ [V_1 … V_L]. A network learns
+V_i from V_{i-1} and V_{i+1}, one singular direction (a row of each) at a time. From V_i and V_{i+1} it predicts V', and
+the new layer's matrix is U Σ V'. Dimensions: D rows of a matrix, M its columns, R the rank, L the layers, B a batch.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Directions that pass through a trained network at once.
+# How many directions pass through a trained network at once.
 _AT_ONCE = 8192
-# Directions whose singular value is below this share of the largest are noise that division would blow up.
+# Directions with a singular value below this share of the largest are noise, which division would amplify.
 _LEAST = 1e-6
 
 
@@ -43,7 +42,8 @@ class Fit:
     """How well a network predicts the middle layers that it learned from, measured on their matrices.
 
     `explained` is 1 − Σ‖W'_i − W_i‖² / Σ‖W_i‖²: 1 for a perfect prediction, 0 for one no better than zeros. `cosine` is
-    that of all predictions with the true matrices, `norm` the ratio of their lengths. `triples` of layers were seen.
+    the cosine between all predictions and the true matrices, `norm` the ratio of their lengths. `triples` is the number
+    of triples of layers.
     """
 
     explained: float
@@ -52,13 +52,13 @@ class Fit:
     triples: int
 
     def to_report(self) -> dict[str, Any]:
-        """As plain data for the manifest."""
+        """Return plain data for the manifest."""
         return {"explained": self.explained, "cosine": self.cosine, "norm": self.norm, "triples": self.triples}
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """U, Σ and the network of one module, and how well it fits."""
+    """U, Σ and the network of one module, and its fit."""
 
     basis_DR: Tensor
     scale_R: Tensor
@@ -67,7 +67,7 @@ class Predictor:
 
     @torch.no_grad()
     def between(self, lower: Tensor, upper: Tensor) -> Tensor:
-        """The matrix between two neighbours, in their shape, float32."""
+        """Return the predicted matrix between two neighbours, of their shape, in float32."""
         both = torch.cat([coordinates(each, self.basis_DR, self.scale_R) for each in (lower, upper)], dim=1)
         made = torch.cat([self.network(part) for part in torch.split(both, _AT_ONCE)])
         matrix: Tensor = self.basis_DR @ (made * self.scale_R[:, None])
@@ -77,7 +77,7 @@ class Predictor:
 def learn(
     read: Callable[[int], Tensor], count: int, settings: PredictionSettings, draws: np.random.Generator
 ) -> Predictor:
-    """The predictor of a module, whose matrices in `count` layers, three at least, `read` gives: float32, one device.
+    """Return the predictor of a module; `read` gives its matrices in `count` ≥ 3 layers: float32, one device.
 
     The decomposition is float64, by way of Σ W Wᵀ, which is added up layer by layer; V of all layers stays in memory.
     """
@@ -89,23 +89,24 @@ def learn(
 
 
 def coordinates(matrix: Tensor, basis_DR: Tensor, scale_R: Tensor) -> Tensor:
-    """V of a matrix of the stack, (R, M)."""
+    """Return V of a matrix of the stack, (R, M)."""
     found: Tensor = (basis_DR.T @ matrix) / scale_R[:, None]
     return found
 
 
 def loss(made_BM: Tensor, true_BM: Tensor, norm_weight: float) -> Tensor:
-    """(1 − λ)·MSE + λ·(‖V'‖ − ‖V‖)², λ being `norm_weight` and the norms those of the whole batch."""
+    """Return (1 − λ)·MSE + λ·(‖V'‖ − ‖V‖)²; λ is `norm_weight`, and the norms are over the whole batch."""
     lengths = torch.linalg.vector_norm(made_BM) - torch.linalg.vector_norm(true_BM)
     found: Tensor = (1 - norm_weight) * torch.mean((made_BM - true_BM) ** 2) + norm_weight * lengths**2
     return found
 
 
 def _decomposed(read: Callable[[int], Tensor], count: int, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """U and the diagonal of Σ, largest first.
+    """Return U and the diagonal of Σ, largest first.
 
-    Any sign of a direction is right, but the network is not odd, so signs are drawn, as those of a library are no rule.
-    A rule (the largest element positive, say) would align directions: on a trained base it made norms 7 % larger.
+    Any sign of a direction is right, but the network is not odd, so signs are drawn at random: a library's signs follow
+    no rule. A rule (the largest element positive, say) would align directions: on a trained base it made norms 7 %
+    larger.
     """
     first = read(0)
     gram = torch.zeros(first.shape[0], first.shape[0], dtype=torch.float64, device=first.device)
@@ -139,13 +140,13 @@ def _train(network: nn.Sequential, known_LRM: Tensor, settings: PredictionSettin
 
 
 def _triples(known_LRM: Tensor, numbers: np.ndarray) -> Iterator[Tensor]:
-    """The rows of three neighbouring layers, for each of the numbered pairs of (lowest layer, direction)."""
+    """Return the rows of three neighbouring layers, for each numbered pair of (lowest layer, direction)."""
     lowest, direction = (torch.from_numpy(part).to(known_LRM.device) for part in np.divmod(numbers, known_LRM.shape[1]))
     return (known_LRM[lowest + step, direction] for step in range(3))
 
 
 def _fit(network: nn.Sequential, known_LRM: Tensor, scale_R: Tensor) -> Fit:
-    """Sums in float64. As U has orthonormal columns, lengths of Σ V are those of U Σ V."""
+    """Return the fit. Sums are in float64; as U has orthonormal columns, the length of Σ V equals that of U Σ V."""
     wrong = inner = made_square = true_square = 0.0
     for below, true, above in zip(known_LRM[:-2], known_LRM[1:-1], known_LRM[2:], strict=True):
         made = torch.cat([network(part) for part in torch.split(torch.cat([below, above], 1), _AT_ONCE)])
@@ -166,7 +167,7 @@ def _fit(network: nn.Sequential, known_LRM: Tensor, scale_R: Tensor) -> Fit:
 
 
 def _network(columns: int, hidden: int, draws: np.random.Generator) -> nn.Sequential:
-    """2M → hidden → hidden → M, drawn as torch draws linear layers, from `draws`."""
+    """Return a network 2M → hidden → hidden → M, with torch's default distribution, drawn from `draws`."""
     linear = [nn.Linear(2 * columns, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, columns)]
     for layer in linear:
         bound = 1 / math.sqrt(layer.in_features)

@@ -1,4 +1,4 @@
-"""Before a byte is written: the shipped code, built without weights, must want exactly the tensors of the blueprint."""
+"""The check before a byte is written: the shipped code, built without weights, must need exactly these tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _OWN = "get the base's own config.json"
 
 
 def check_skeleton(config: dict[str, Any], stored: Sequence[Output]) -> None:
-    """Build the grafted model on the meta device and compare names and shapes, so that planner and code cannot drift.
+    """Build the grafted model on the meta device and compare its tensors' names and shapes with `stored`.
 
-    Raises BadInput naming the first tensor that the code or `stored` has and the other lacks, or has in another shape.
+    So planner and code cannot diverge. Raises BadInput naming the first tensor that only one side has, or that has
+    different shapes.
     """
     model = _build(config)
     native = composition_of(config)
@@ -57,7 +58,7 @@ def check_skeleton(config: dict[str, Any], stored: Sequence[Output]) -> None:
                 )
     planned = {name for told in made.values() for name in told.names} | set(model.all_tied_weights_keys)
     if native.encoder:
-        # Heads come and go, and a pooler nothing reads.
+        # An encoder may lack its head and an unused pooler, so only tensors of its layers are compared.
         above = f"{model.base_model_prefix}."
         wanted = {name: shape for name, shape in wanted.items() if _of_layers(name, above)}
     if lacking := [name for name in wanted if name not in planned]:

@@ -35,18 +35,18 @@ from surgeon.writing.proofs import NOTHING_TO_PROVE, Proof, promised, prove
 from surgeon.writing.shapes import check_shapes, check_taken, lost_divisors
 from surgeon.writing.surgery import Drawing, texts_of
 
-# What a process that only moves bytes takes, interpreter included.
+# The memory of a process that only moves bytes, interpreter included.
 _STREAMING_MEMORY = 90_000_000
 _TORCH_MEMORY = 450_000_000
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What a plan would do to a base, from headers and config alone.
+    """What a plan would do to a base, from headers and config only.
 
-    Parameters are counts of numbers; tied embeddings count once. Bytes are of tensor data; `bytes_holes` is
-    the part of the output that is zeros and takes no room on disk, `bytes_unchanged` that in shards which are the
-    base's byte for byte: with `link` nothing of it is written. `peak_memory` is an estimate in bytes.
+    Parameters are counts of numbers; tied embeddings count once. Bytes are of tensor data. `bytes_holes` is the part of
+    the output that is zeros and takes no room on disk. `bytes_unchanged` is the part in shards that equal the base's
+    byte for byte: with `link` none of it is written. `peak_memory` is an estimate in bytes.
     """
 
     plan: LoadedPlan
@@ -63,19 +63,19 @@ class Preview:
     bytes_unchanged: int
     peak_memory: int
     notes: tuple[str, ...]
-    # What operations found out of the base, by their numbers.
+    # The facts that operations gathered from the base, by the operation's number.
     facts: Mapping[int, Facts] = field(default_factory=dict)
     link: bool = False
     proof: Proof = NOTHING_TO_PROVE
 
     @property
     def drawing(self) -> Drawing:
-        """What `apply` carries out."""
+        """Return the drawing that `apply` carries out."""
         return Drawing(self.plan, self.facts, self.blueprint, self.shards, self.proof.libraries)
 
     @property
     def notes_on_it(self) -> tuple[str, ...]:
-        """The notes but for the one that only matters where the output is pushed, which `surgeon push` shows."""
+        """Return the notes without the licence note, which matters only for `surgeon push`."""
         return tuple(note for note in self.notes if note != _NO_LICENSE)
 
     def __repr__(self) -> str:
@@ -155,7 +155,7 @@ class Preview:
 
     @property
     def measured(self) -> list[TextCounts]:
-        """What a change of the vocabulary makes of texts."""
+        """Return the counts of how a change of the vocabulary tokenises texts."""
         return [text for facts in self.facts.values() for text in facts.texts]
 
 
@@ -171,11 +171,11 @@ def preview(
     link: bool = False,
     trust_remote_code: bool = False,
 ) -> Preview:
-    """Show what `apply` would do (with `link`: link what it can), reading headers and config only.
+    """Return what `apply` would do (with `link`: link what it can), reading headers and config only.
 
-    `plan` is a file, the name of a shipped plan, or what `parse_plan` made of a text, with values of it replaced by
-    `overrides` (`operations.0.init.reg=0.1`); `base` a folder or a Hub id (whose weights are not downloaded). Raises
-    BadInput for everything `apply` would refuse before writing.
+    `plan` is a file, the name of a shipped plan, or the result of `parse_plan`, with values replaced by `overrides`
+    (`operations.0.init.reg=0.1`); `base` a folder or a Hub id (whose weights are not downloaded). Raises BadInput for
+    everything `apply` would refuse before writing.
     """
     loaded = loaded_plan(plan, overrides)
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
@@ -184,7 +184,7 @@ def preview(
 
 
 def loaded_plan(plan: str | Path | LoadedPlan, overrides: Sequence[str] = ()) -> LoadedPlan:
-    """The plan with `overrides` in it: a file, the name of a shipped plan, or one parsed already. Raises BadInput."""
+    """Return the plan (a file, a shipped plan's name, or a parsed plan) with `overrides` applied. Raises BadInput."""
     if not isinstance(plan, LoadedPlan):
         return load_named(plan, overrides)
     return parse_plan(plan.text, source=plan.source, overrides=overrides) if overrides else plan
@@ -197,12 +197,13 @@ def opened_for(
     weights: bool = True,
     listener: Listener | None = None,
 ) -> OpenedBase:
-    """A base as the operations of a plan may look at it. Raises BadInput where its manifest or layers are not known.
+    """Return a base in the form that a plan's operations use.
 
-    Without `weights` other models on the Hub are known by headers alone.
+    Raises BadInput where its manifest or layers are not known. Without `weights` only headers are read of other models
+    on the Hub.
     """
     if folder.manifest is not None:
-        # The output's lineage will hold the base's surgeries: what cannot be read is refused before any work.
+        # The output's lineage will include the base's surgeries: what cannot be read is refused before any work.
         Lineage.of(manifest_of(folder), file=str(folder.path / MANIFEST_FILE))
     anatomy = dissect_folder(folder, recalled)
     return OpenedBase(folder, anatomy, Path(loaded.source).parent, listener or Quiet(), weights)
@@ -215,7 +216,7 @@ def preview_of(
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
     link: bool = False,
 ) -> Preview:
-    """The preview of a plan on an opened base; proving it is left to `proved`, after all that costs less.
+    """Return the preview of a plan on an opened base, not yet proven (`proved` does that last, as it costs most).
 
     Raises BadInput.
     """
@@ -229,7 +230,7 @@ def preview_of(
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     outputs = blueprint.outputs
     new = sum(_new_numbers(output, folder) for output in outputs if output.new)
-    # Copies of old layers' parts that new layers read, and no training changes.
+    # Copies of parts of old layers that new layers read and training does not change.
     fixed = sum(_new_numbers(output, folder) for output in outputs if output.new and output.kept.covered)
     after = sum(output.numel for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
@@ -262,13 +263,13 @@ def _bytes_to_read(blueprint: Blueprint, base: OpenedBase) -> int:
 
 
 def _bytes_unchanged(shards: Iterable[Shard], folder: CheckpointFolder) -> int:
-    """Bytes of the shards that are the base's own, byte for byte."""
+    """Return the bytes of the shards that equal the base's own, byte for byte."""
     found = unchanged_among(shards, places_in(folder.tensors, shards), twins_in(folder, shards))
     return sum(shard.nbytes for shard in shards if shard.file in found)
 
 
 def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) -> Iterator[str]:
-    """What is to be known of base and output beside what the preview shows of each operation."""
+    """Yield notes on base and output that the view of the operations does not show."""
     folder, anatomy = base.folder, base.anatomy
     yield from folder.notes
     if differing := disagreement(folder):
@@ -278,7 +279,7 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
     yield anatomy.derivation.evidence
     if folder.own is not None:
         yield f"the base's own code goes along as it is: {', '.join(sorted(folder.own.files))}"
-    # Git's own files need no word, nor the card, of which the output has one of its own.
+    # Git's own files need no note; nor does the card, because the output gets a card of its own.
     behind = [name for name in folder.left_behind if name != CARD_FILE and not name.startswith(".")]
     named = {word for note in folder.notes for word in re.split(r"[\s,:]+", note)}
     if behind := [name for name in behind if printable(name) not in named]:
@@ -302,7 +303,7 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
 
 
 def proved(shown: Preview, base: OpenedBase) -> Preview:
-    """A preview whose promise is proven on a twin, now or before. Raises BadInput where it does not hold."""
+    """Return the preview with its promise proven on a twin, now or before. Raises BadInput where it does not hold."""
     with placed(shown.plan):
         proof = prove(shown.drawing, base)
     keep(base.anatomy, base.folder.config, base.folder.tensors, base.folder.own)
@@ -310,28 +311,28 @@ def proved(shown: Preview, base: OpenedBase) -> Preview:
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:
-    """How many numbers of a new tensor are new. A part of a new layer is a copy of an old one's."""
+    """Return how many numbers of a new tensor are new; numbers copied from old layers and kept fixed are not."""
     kept = output.kept
     numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[output.recipe.dtype]
     return output.numel - min(numbers, sum(folder.tensors[name].numel for name in kept.tensors))
 
 
 def peak_memory(blueprint: Blueprint, *, runs_twin: bool) -> int:
-    """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes, or a twin's."""
+    """Estimate peak memory in bytes: the interpreter, and the largest working set of a recipe or of a twin."""
     computed = [output.recipe for output in blueprint.outputs if output.computed]
     if not computed:
         return _STREAMING_MEMORY if blueprint.native and not runs_twin else _TORCH_MEMORY
-    # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
-    # the lower source after T_in, and the map of the attention output that stays for gate and up.
+    # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows), the
+    # lower source after T_in, and the map of the attention output that stays for gate and up.
     largest = max(recipe.working_set for recipe in computed)
-    # Maps of whole heads are a number for each pair of heads.
+    # Maps of whole heads have one number for each pair of heads.
     rows = [c.stop - c.start for c in blueprint.couplings.values() if c.whole_heads is None]
     maps = sorted((4 * n * n for n in rows), reverse=True)
     # One layer's sources, read ahead, and finished tensors that wait to be written.
     new = [[o for o in layer if o.computed] for layer in group_by_layer(blueprint.outputs)]
     ahead = min(2 * max(sum(o.nbytes for o in layer) for layer in new), MOST_AHEAD)
     waiting = ahead + 3 * max(o.nbytes for layer in new for o in layer)
-    # U and the network of every module that is predicted are kept from one new layer to the next.
+    # U and the network of every predicted module are kept from one new layer to the next.
     networks = {r.network: r for r in computed if isinstance(r, Predicted)}
     kept = sum(recipe.network_memory for recipe in networks.values())
     return _TORCH_MEMORY + largest + kept + (2 * maps[0] if maps else 0) + waiting

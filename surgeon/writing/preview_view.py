@@ -1,4 +1,4 @@
-"""A preview in the terminal: the new stack beside the old, what each operation promises, and what it costs."""
+"""A preview in the terminal: the new stack next to the old, what each operation promises, and what it costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surgeon.writing.preview import Preview
 
 
 def preview_view(preview: Preview, base: str) -> RenderableType:
-    """Return the new layer list beside the old, what each operation promises, and what it costs."""
+    """Return the new layer list next to the old, what each operation promises, and what it costs."""
     blueprint = preview.blueprint
     return Group(
         Text.assemble((printable(base), "bold"), f" ({printable(preview.model_type)})"),
@@ -32,7 +32,7 @@ def preview_view(preview: Preview, base: str) -> RenderableType:
 
 
 def _stack(blueprint: Blueprint) -> FittedTable:
-    """Old and new layers side by side, from the top of the stack down; runs of kept layers take one row."""
+    """Return old and new layers side by side, from the top of the stack down; runs of kept layers take one row."""
     table = FittedTable(names=4)
     table.add_column("base", style="cyan")
     table.add_column("")
@@ -55,7 +55,7 @@ def _stack(blueprint: Blueprint) -> FittedTable:
 
 
 def _add_gone(table: FittedTable, layers: list[int]) -> None:
-    """A row for layers of the base that were taken out between two runs."""
+    """Add a row for layers of the base that were taken out between two runs."""
     if layers:
         table.add_row(
             span(layers[0], layers[-1]), Text("✕", style="bold yellow"), "", Text("taken out", style="yellow")
@@ -97,14 +97,14 @@ def _operations(blueprint: Blueprint) -> FittedTable:
 
 
 def _proof(preview: Preview) -> list[RenderableType]:
-    """How the promise of exactness is known; nothing where the plan as a whole promises less."""
+    """Return the lines on how an exact promise is known; none where the plan promises less."""
     if not preview.proof.text:
         return []
     return [Text.assemble(PROMISE_STYLES["exact"], f": {preview.proof.text}")]
 
 
 def _measured(preview: Preview) -> list[RenderableType]:
-    """What a change of the vocabulary makes of texts: tokens a word, and documents that tokenise as before."""
+    """Return a table of a vocabulary's effect on texts: tokens a word, and documents tokenised as before."""
     if not preview.measured:
         return []
     table = FittedTable("use", "text")

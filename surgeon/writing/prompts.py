@@ -1,6 +1,6 @@
-"""Routers from prompts: the mean of what an MLP reads while the base reads prompts of an expert's own topic.
+"""Router rows from prompts: the mean input of an MLP while the base reads prompts of an expert's own topic.
 
-As mergekit's `gate_mode: hidden` does; of negative prompts the mean is taken away. The base runs once for all prompts,
+As in mergekit's `gate_mode: hidden`, the mean over negative prompts is subtracted. The base runs once for all prompts,
 in the memory of one layer.
 """
 
@@ -21,7 +21,7 @@ from surgeon.models.stream import StreamedModel
 from surgeon.models.tokenizer import open_tokenizer
 from surgeon.models.tokens import check_ids
 
-# Of the longer of two means, what a difference of them is at least, else it is no direction.
+# The least length of a difference of two means, relative to the longer mean; a shorter one gives no direction.
 _LEAST = 1e-4
 
 
@@ -32,11 +32,11 @@ def read_by_mlps(
     *,
     device: torch.device,
 ) -> dict[int, Tensor]:
-    """For every layer with an MLP a row for each list of prompts: its mean input over their tokens, float32.
+    """Return, for every layer with an MLP, a row for each list of prompts: its mean input over their tokens, float32.
 
-    Less the mean over the tokens of the list in `against` of the same number, where that has any. A token counts once,
-    so longer prompts count more. Raises BadInput for a base without tokenizer, prompts without a token, and lists that
-    leave nothing of each other.
+    The mean over the tokens of the list in `against` of the same number is subtracted, if there is one. Every token
+    counts once, so longer prompts count more. Raises BadInput for a base without tokenizer, prompts without a token,
+    and lists whose means are nearly equal.
     """
     negative = [number for number, listed in enumerate(against) if listed]
     means = _means(base, [*prompts, *(against[number] for number in negative)], len(prompts), device=device)
@@ -56,7 +56,7 @@ def read_by_mlps(
 def _means(
     base: CheckpointFolder, prompts: Sequence[Sequence[str]], experts: int, *, device: torch.device
 ) -> dict[int, Tensor]:
-    """For every layer with an MLP its mean input for each list; those from number `experts` on are negative ones."""
+    """Return, for every layer with an MLP, its mean input for each list; lists from `experts` on are negative ones."""
     tokenizer, why_not = open_tokenizer(base.path)
     if tokenizer is None:
         raise BadInput(f"{printable(str(base.path))}: {why_not}, and routers are made of prompts; add its files")
@@ -68,7 +68,7 @@ def _means(
     anatomy = dissect_folder(base)
     check_ids([token for _, ids in texts for token in ids], tokenizer, rows=anatomy.sizes.vocabulary)
     length = max(len(ids) for _, ids in texts)
-    # Padding stands on the right, where causal attention does not look back from.
+    # Padding is on the right, where causal attention cannot see it.
     padded = torch.zeros(len(texts), length, dtype=torch.long)
     owner = torch.full((len(texts), length), -1)
     for nth, (number, ids) in enumerate(texts):
@@ -88,7 +88,7 @@ def _keeping(found: dict[int, Tensor], index: int, owner: Tensor, count: int) ->
     def keep(_module: Any, arguments: tuple[Any, ...]) -> None:
         # Some FFNs read one row a token.
         read = arguments[0].float().cpu().view(*owner.shape, -1)
-        # Cloned outside of inference mode's views: the caller computes with it.
+        # Cloned to leave inference mode's tensors: the caller computes with it.
         found[index] = torch.stack([read[owner == number].mean(0) for number in range(count)]).clone()
 
     return keep

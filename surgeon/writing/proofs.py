@@ -1,8 +1,8 @@
-"""What is known of a plan's promise: proven on a twin now, proven before, or still to be proven by `apply`.
+"""How a plan's promise is known: proven on a twin now, proven before, or still to be proven by `apply`.
 
-A proof counts again for the same config and tensors, the same plan and facts, the same versions and code of surgeon. It
-is kept in the user's folder for caches, so that only the first `apply` of a plan to models of a config takes the
-seconds that torch and transformers need to start. Where plugins are installed nothing is kept.
+A proof is used again for the same config and tensors, the same plan and facts, the same versions and code of surgeon.
+It is kept in the user's cache folder, so that only the first `apply` of a plan to models of a config takes the seconds
+that torch and transformers need to start. Where plugins are installed nothing is kept.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from surgeon.grafts.bundle import bundle
 from surgeon.operations.prepare import OpenedBase
 from surgeon.writing.surgery import Drawing
 
-# Raised whenever a proof means something else.
+# To be raised whenever proofs mean something else.
 _FORMAT = 3
 _KIND = "proofs"
 _MOST = 1024
-# What a twin is made and run by.
+# The libraries that make and run a twin.
 _LIBRARIES = ("transformers", "torch")
 
 How = Literal["proven", "cached", "promised", "unproven", "none"]
@@ -36,10 +36,10 @@ How = Literal["proven", "cached", "promised", "unproven", "none"]
 
 @dataclass(frozen=True)
 class Proof:
-    """How the promise of a plan is known to hold; `none` where it promises less than exactness, so no twin is run.
+    """How a plan's promise is known to hold; `none` where it promises less than exactness.
 
-    `seconds` is what the proof took where it was `proven` now, `day` when it was where it is `cached`; `libraries` are
-    the versions that it ran on. `why` transformers cannot load an `unproven` base, to compare with.
+    `seconds` is the time of a proof that is `proven` now, `day` the date of a `cached` one; `libraries` are the
+    versions that it ran on. `why` says why transformers cannot load an `unproven` base for the comparison.
     """
 
     how: How
@@ -50,7 +50,7 @@ class Proof:
 
     @property
     def text(self) -> str:
-        """In words; empty where nothing is proven."""
+        """Describe the proof in words; empty where nothing is proven."""
         shown = ", ".join(f"{name} {version}" for name, version in self.libraries.items())
         match self.how:
             case "proven":
@@ -66,7 +66,7 @@ class Proof:
         return f"{known}, {CONDITION}"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return {"how": self.how, "text": self.text, "libraries": dict(self.libraries)}
 
 
@@ -74,15 +74,15 @@ NOTHING_TO_PROVE = Proof("none")
 
 
 def promised(blueprint: Blueprint) -> Proof:
-    """What is known of a blueprint's promise where nobody has looked."""
+    """Return the proof of a blueprint before anything is run: `promised` where it is exact, else `none`."""
     return Proof("promised", libraries=_run_by()) if blueprint.promise == "exact" else NOTHING_TO_PROVE
 
 
 def prove(drawn: Drawing, base: OpenedBase) -> Proof:
-    """Prove on a twin that a plan keeps what it promises, and that what ships has a place for all its tensors.
+    """Prove on a twin that a plan keeps its promise, and that the shipped code has a place for every tensor.
 
-    What held before for the same config, plan and versions holds. A plan that promises nothing, takes no layer out and
-    adds no graft waits for no proof. Raises BadInput, which says where the twin of the output differs from that of the
+    A proof for the same config, plan and versions is used again. A plan that promises nothing, takes no layer out and
+    adds no graft needs no proof. Raises BadInput that tells where the twin of the output differs from the twin of the
     base.
     """
     blueprint, held = drawn.blueprint, Proof("none")
@@ -105,8 +105,8 @@ def prove(drawn: Drawing, base: OpenedBase) -> Proof:
 
 
 def _prove(drawn: Drawing, base: OpenedBase, *, promises: bool) -> float:
-    """Prove a plan now, as far as it promises something; how many seconds that took."""
-    # Import torch and transformers, which takes longer than the proof.
+    """Run the proof of a plan now, as far as it promises something; return its seconds."""
+    # These import torch and transformers, which takes longer than the proof.
     from surgeon.writing.preflight import check_skeleton
     from surgeon.writing.small_run import prove_small
 
@@ -125,7 +125,7 @@ def _run_by() -> dict[str, str]:
 
 
 def _key(drawn: Drawing, base: OpenedBase) -> str:
-    """What a proof follows from: config, plan and what was found for it, the tensors' headers, libraries."""
+    """Return the key of a proof: config, plan and facts, the tensors' headers, libraries."""
     folder, blueprint = base.folder, drawn.blueprint
     tensors = sorted((info.name, info.dtype, info.shape) for info in folder.tensors.values())
     code = hashlib.sha256(bundle(blueprint.config)).hexdigest() if not blueprint.native else ""

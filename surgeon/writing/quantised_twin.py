@@ -1,6 +1,7 @@
-"""A twin that is stored as its base is: random codes and scales for the matrices that the base holds quantised.
+"""A twin that is stored like a quantised base: random codes and scales for the matrices that the base has quantised.
 
-Codes are drawn, not quantised: whatever they stand for are the twin's weights, once transformers dequantises it.
+Codes are drawn, not quantised from weights: the numbers they stand for are the twin's weights once transformers
+dequantises them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.models.load import stored_dtype
 from surgeon.writing.compute import PACKED
 
-# Rows and columns of a twin's blocks: smaller than its matrices, and not the same.
+# Rows and columns of a twin's blocks: smaller than its matrices, and different from each other.
 _BLOCK = (4, 8)
-# As config.json says it.
+# The same in the fields of config.json.
 _BLOCKS = {"weight_block_size": [*_BLOCK], "block_structure": [*_BLOCK], "group_size": _BLOCK[1]}
 # The standard deviation of random codes of FP8.
 _FP8 = 103.0
 
 
 def small_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of a quantisation, with a twin's blocks."""
+    """Return a config's quantisation settings with a twin's blocks."""
     made = {key: small_blocks(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
     # None, and -1 for a row, are no blocks.
     return made | {key: block for key, block in _BLOCKS.items() if made.get(key) not in (None, -1)}
@@ -38,10 +39,10 @@ def small_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
 def quantised(
     plain: Mapping[str, Tensor], packed: Mapping[str, Packed], base: CheckpointFolder, settings: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """A twin's tensors, those that its base stores quantised (`packed`) as codes with scales.
+    """Return a twin's tensors, with codes and scales for those that its base stores quantised (`packed`).
 
     `plain` has their values in full precision, by the names of codes; `settings` are those of the twin's quantisation.
-    What is zero, since it must be silent, is zero codes.
+    A tensor that is zero because it must be silent gets zero codes.
     """
     made, packs = dict(plain), packs_of(base.config, base.tensors)
     draws = torch.Generator().manual_seed(0)
@@ -74,7 +75,7 @@ def quantised(
 
 
 def _codes(shape: tuple[int, ...], dtype: str, draws: torch.Generator) -> Tensor:
-    """Random bytes as numbers of a quantised dtype, none of them NaN; zeros of any other."""
+    """Return random bytes as numbers of a quantised dtype, without NaN; zeros of any other dtype."""
     if (kind := PACKED.get(dtype)) is None:
         return torch.zeros(shape, dtype=stored_dtype(dtype))
     codes = torch.randint(256, (*shape[:-1], shape[-1] * kind.itemsize), dtype=torch.uint8, generator=draws)

@@ -1,4 +1,4 @@
-"""Reading back what was written, while more is being written: the static proof and the digests of the manifest.
+"""Reading back written shards while others are being written: the static proof, and the manifest's digests.
 
 Copied tensors are compared with the base's bytes and, where the base's digests are not known from an earlier run,
 hashed in the same pass; computed ones are hashed. Shards are flushed to disk meanwhile, and journalled once both are
@@ -32,20 +32,20 @@ from surgeon.writing.finiteness import FiniteCheck
 # One for each core that copying leaves free, and one more for when copying is done.
 _READERS = 2
 
-# How a shard came to be: written, or without moving a byte.
+# How a shard got into the output: written, or without moving a byte.
 Way = Literal["copy", "reflink", "link"]
 
 
 class ReadBack:
-    """Proves shards in threads of its own. A failure comes out at the next `add`, or in `settle`.
+    """A checker that proves shards in its own threads. A failure is raised by the next `add`, or by `settle`.
 
-    `files` are the digests of the small files that were written, by their names. `digests` (of every output; a copy's
-    is its original's, which it was found equal to) fill as shards are done, and so do `maps`, the reports of transport
-    maps and networks that were handed in with them, and `not_finite`, the originals that hold NaN or infinity (what is
-    computed never does). `ways` says of each shard how its bytes came there. `places` says of which bytes of which
-    files of the `sources` outputs hold copies (`Job`). Without `compare` copies are taken on trust: originals are
-    hashed, the output is not read again. Of the files of `recall`, the first source, digests are those of the last
-    time that they were read, and are kept for the next.
+    `files` are the digests of the written small files, by name. As shards are done, these fill: `digests` of every
+    output (a copy has its original's digest, after a comparison); `maps`, the reports of transport maps and networks
+    that came with the shards; `not_finite`, the originals that hold NaN or infinity (computed tensors never do); and
+    `ways`, how the bytes of each shard got there. `places` gives the bytes of files of the `sources` that outputs copy
+    (`Job`). Without `compare` copies are trusted: originals are hashed, the output is not read again. For the files of
+    `recall`, the first source, digests from the last time they were read are used, and new ones are kept for the next
+    time.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReadBack:
         self.ways: dict[str, Way] = {}
         self._sources = sources
         self._places = places
-        # The digests of runs of bytes of files that an output is, or begins with.
+        # Digests of byte ranges of source files that an output equals, or begins with.
         self._originals: dict[Span, str] = {}
         self._staging = staging
         self._compare = compare
@@ -74,7 +74,7 @@ class ReadBack:
         self._pending: list[Future[None]] = []
         self._recalled = recall
         self._began = time.time_ns()
-        # How the files of `recall` are before any of them is read.
+        # The state of the files of `recall` before any of them is read.
         self._stamps = {} if recall is None else {file: self._stamp(file) for file in recall.shards}
         for file, stamp in self._stamps.items():
             self._recall(file, stamp)
@@ -87,25 +87,25 @@ class ReadBack:
             pool.shutdown(wait=True, cancel_futures=kind is not None)
 
     def add(self, shard: Shard, maps: Mapping[str, dict[str, Any]]) -> None:
-        """Take over a shard that is written."""
+        """Start to prove a shard that is written; raise the failure of an earlier one."""
         for done in [pending for pending in self._pending if pending.done()]:
             done.result()
         flushed = self._flusher.submit(sync, self._staging.folder / shard.file)
         self._pending.append(self._readers.submit(self._prove, shard, dict(maps), flushed))
 
     def take(self, shard: Shard, found: FileDigests, way: Way) -> None:
-        """Take over a shard that is another file whole, by `way`; what that file holds is known."""
+        """Record a shard that is a whole other file, brought by `way`; `found` are that file's digests."""
         self._done(shard, dict(found.digests), {}, list(found.not_finite), way)
 
     def known(self, place: str, header: Header) -> FileDigests | None:
-        """What is known of the file at `place` (`OpenShards`); None where some of its tensors were not read yet."""
+        """Return the digests of the file at `place` (`OpenShards`); None where some tensors were not read yet."""
         spans = {info.name: Span(place, info.begin, info.nbytes) for info in header.tensors}
         with self._lock:
             found = {name: self._originals[span] for name, span in spans.items() if span in self._originals}
         return FileDigests(found, tuple(sorted(self.not_finite & found.keys()))) if len(found) == len(spans) else None
 
     def remember(self, file: str, record: Mapping[str, Any]) -> None:
-        """Take over what an earlier run's journal says of a shard."""
+        """Record a shard from its entry in an earlier run's journal."""
         with self._lock:
             self.ways[file] = record.get("way", "copy")
             self.digests.update(record["digests"])
@@ -121,7 +121,7 @@ class ReadBack:
             pending.result()
 
     def digests_of(self, folder: CheckpointFolder) -> dict[str, str]:
-        """Digests of all tensors of the job's first checkpoint; those that the output has no copy of are read."""
+        """Return digests of all tensors of the job's first checkpoint; those that the output does not copy are read."""
         found: dict[str, str] = {}
         with OpenShards(self._sources) as shards:
             for name, place in places_of(folder.tensors).items():
@@ -135,7 +135,7 @@ class ReadBack:
         return found
 
     def keep(self) -> None:
-        """Remember the digests of the files of `recall` that were all read, and are as they were before."""
+        """Store the digests of the files of `recall` that were read completely and have not changed."""
         for file, stamp in self._stamps.items():
             assert self._recalled is not None
             found = self.known(f"/{file}", self._recalled.headers[file])
@@ -143,7 +143,7 @@ class ReadBack:
                 keep_digests(stamp, self._recalled.headers[file], found, since=self._began)
 
     def _recall(self, file: str, stamp: Stamp) -> None:
-        """Take over what is known of a file of `recall`."""
+        """Take the known digests of a file of `recall`."""
         assert self._recalled is not None
         header = self._recalled.headers[file]
         found = known_digests(stamp, header)
@@ -188,11 +188,11 @@ class ReadBack:
             self._staging.done(shard.file, record)
 
     def _digest(self, written: int, info: TensorInfo, shards: OpenShards, output: Output, look: FiniteCheck) -> str:
-        """The digest of a tensor that holds bytes of others, which are compared with theirs; `look` gets those.
+        """Return the digest of a tensor that holds source bytes, after comparing them; `look` gets these bytes.
 
-        Each original is hashed and looked at once, however many copies there are; copies are compared all the same.
-        Where a tensor begins with all of another, as one with more rows does, that one's digest is kept too. Without
-        `compare` what is all of others is taken on trust. Raises PromiseBroken where one has other bytes.
+        Each original is hashed and checked once, however many copies there are; every copy is compared. Where a tensor
+        begins with all of another one (as with added rows), that one's digest is kept too. Without `compare` a tensor
+        that consists of source bytes is trusted. Raises PromiseBroken where bytes differ.
         """
         place = self._places[output.name]
         first = place.spans[0]
@@ -221,7 +221,7 @@ class ReadBack:
     def _compared(
         self, written: int, info: TensorInfo, shards: OpenShards, place: Pieces, *, trusted: str | None
     ) -> Iterator[tuple[bytearray | memoryview, bool]]:
-        """What was written, in order, with whether others hold it; nothing where it is taken on trust and `trusted`."""
+        """Yield the written pieces in order, with whether they are source bytes; nothing where `trusted` suffices."""
         if self._compare or not place.covered:
             yield from compared(place, shards.opened, written, info.begin)
         elif trusted is None:

@@ -1,4 +1,4 @@
-"""What a blueprint that changes widths, or takes tensors of other models, asks of configs and headers."""
+"""Checks of configs and headers for a blueprint that changes widths, or takes tensors of other models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAD = "head_dim"
 
 
 def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The sizes of the base's config that an output has otherwise, before and after."""
+    """Return the sizes that differ between the base's config and the output's, before and after."""
     known = {HIDDEN: anatomy.sizes.hidden, INNER: anatomy.sizes.intermediate, HEAD: anatomy.sizes.head_dim}
     known |= {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads}
     part = part_of(native_config(config), anatomy.derivation.path)
@@ -39,7 +39,7 @@ def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, A
 
 
 def field_in(part: Mapping[str, Any], field: str) -> int:
-    """The number that a field of a part of a config has, a dot leading into a part of that; 0 where it has none."""
+    """Return an integer field of a config part, with dots for nested parts; 0 where it has none."""
     *inside, key = field.split(".")
     for step in inside:
         part = part.get(step) or {}
@@ -48,19 +48,19 @@ def field_in(part: Mapping[str, Any], field: str) -> int:
 
 
 def _left_out(config: Mapping[str, Any], field: str) -> int:
-    """The number that a class of transformers has for a field that its config.json leaves out."""
+    """Return the default of transformers' class for a field that config.json leaves out."""
     from surgeon.anatomy.derived import derive
 
     return field_in(derive(native_config(config)).skeleton.text.to_dict(), field)
 
 
 def _counts(field: str) -> bool:
-    """Whether a field counts experts; of a part of the config, whether its own name says so."""
+    """Return whether a field counts experts; for a nested field, by its last name."""
     return _COUNTS.match(field.rpartition(".")[2]) is not None
 
 
 def lost_divisors(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> Iterator[str]:
-    """A note for each size that a smaller power of two divides than divided the base's, up to `MOST_DIVIDED`."""
+    """Yield a note for each size that a smaller power of two divides than before, up to `MOST_DIVIDED`."""
     sizes = widened_sizes(blueprint, anatomy, config)
     if blueprint.new_rows:
         rows = part_of(blueprint.config, anatomy.derivation.path)[VOCABULARY_KEY]
@@ -75,7 +75,7 @@ def lost_divisors(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, A
 
 
 def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[str, CheckpointFolder]) -> None:
-    """Raise BadInput for a tensor of another model that is taken and is not there, or not of the base's shape."""
+    """Raise BadInput where a tensor taken from another model is missing, quantised, or not of the base's shape."""
     for name, tensors in blueprint.taken.items():
         for tensor in tensors:
             there, here = models[name].tensors.get(tensor), base.tensors[tensor]
@@ -88,7 +88,7 @@ def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[st
 
 
 def check_shapes(blueprint: Blueprint, anatomy: Anatomy) -> None:
-    """Where widths changed: the config must ask for just the tensors that there will be. Raises BadInput."""
+    """Check, where widths changed, that the config needs exactly the planned tensors. Raises BadInput."""
     if blueprint.resized:
         from surgeon.anatomy.skeleton import build
 

@@ -2,9 +2,9 @@
 
 A twin of the base (its config with small sizes, random numbers in every parameter and buffer) is saved as a checkpoint.
 The same plan is carried out on it by the same planner, writer, manifest and shipped code; transformers loads both, and
-what they compute is compared as `verify` compares it: whole texts, over a cache, and by `generate`. So wrong names,
-roles, places, settings of layers and silent tensors show before a byte of the output is written. What a twin cannot
-show are the base's own numbers.
+their outputs are compared as in `verify`: whole texts, over a cache, and by `generate`. So wrong names, roles, places,
+settings of layers and silent tensors show before a byte of the output is written. A twin cannot show effects of the
+base's own numbers.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ from surgeon.writing.shapes import HEAD, HEADS, HIDDEN, KEYS
 from surgeon.writing.surgery import Drawing, surgery_job
 from surgeon.writing.write import execute
 
-# As few heads as a model's code can run with.
+# Numbers of heads to try, in order, until the model's code runs.
 _HEADS = (2, 4, 8, 3, 1)
 _SEED = 3
 _HEAD = 8
-# Of every second expert's row of a router: scores lie far apart for some tokens, as a trained model's may, and near to
-# one another for others.
+# The factor of every second expert's row of a router: scores are then far apart for some tokens, as in a trained model,
+# and close for others.
 _LARGE = 8.0
-# Of words a twin has no fewer unless the base has; tokens of a text that are decoded one by one.
+# A twin has at least so many words, unless the base has fewer; and how many tokens are decoded one by one.
 _WORDS, _STEPS = 100, 4
-# What is asked where a user's own model cannot be run.
+# A question for users whose own model cannot be run; left out of messages about twins.
 _OF_USERS = "; is config.json its own, is memory short?"
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
 def prove_small(drawn: Drawing, base: OpenedBase) -> None:
-    """Carry the plan out on a twin of the base and compare what both compute, as far as the plan promises something.
+    """Carry the plan out on a twin of the base and compare both outputs, as far as the plan promises something.
 
     Raises BadInput where they differ, where the twin's output cannot be made or run, and where no step of training
-    reaches what is new.
+    reaches the new parts.
     """
     blueprint, place = drawn.blueprint, Path(tempfile.gettempdir())
     with writing(place), tempfile.TemporaryDirectory(prefix="surgeon-twin-") as work, one_thread():
@@ -93,7 +93,7 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
         try:
             made = _carry_out(plan, facts, opened, Path(work, "out"))
             config = base.folder.config
-            # Of FP8 beside four bits a twin is in full precision.
+            # The twin of a base with FP8 next to four-bit numbers is in full precision.
             alike = (QUANTISATION in config) == (QUANTISATION in twin.config)
             if alike and wordless_auto(native_config(config)) is None:
                 _check_same_tensors(blueprint, made, base.folder.tensors.keys() - twin.tensors.keys())
@@ -111,7 +111,7 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
 
 
 def _carry_out(plan: LoadedPlan, facts: Mapping[int, Facts], base: OpenedBase, out: Path) -> Blueprint:
-    """Carry a plan out on the twin; what is known of the base is not looked for again."""
+    """Carry a plan out on the twin, with the given facts instead of gathering them again."""
     blueprint = draw(plan, base.anatomy, base.folder.config, facts)
     shards = lay_out(blueprint.outputs, base.folder.tensors, max_new_shard_bytes=MAX_NEW_SHARD_BYTES)
     drawn = Drawing(plan, facts, blueprint, shards)
@@ -121,13 +121,13 @@ def _carry_out(plan: LoadedPlan, facts: Mapping[int, Facts], base: OpenedBase, o
 
 
 def smaller(plan: LoadedPlan, facts: Mapping[int, Facts], scale: Scale) -> tuple[LoadedPlan, dict[int, Facts]]:
-    """The plan and its facts for a twin: numbers that only fit the base's sizes are those of the twin's."""
+    """Return the plan and its facts for a twin: numbers that fit only the base's sizes are replaced."""
     small = [each.small(facts.get(n), scale) for n, each in enumerate(plan.plan.operations)]
     made = plan.plan.model_copy(update={"operations": [operation for operation, _ in small]})
     known = {number: found for number, (_, found) in enumerate(small) if found is not None}
     entries = [each.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True) for each, _ in small]
     text = json.dumps({"surgeon": 1, "seed": made.seed, "operations": entries})
-    # The plan of a head that training makes is written otherwise, and nobody can ask for it.
+    # The plan of a head that training adds is written in another form, and no plan file can ask for it.
     asked = all(operation.op in OPERATIONS for operation in made.operations)
     return LoadedPlan(made, text if asked else plan.text, "the plan"), known
 
@@ -143,7 +143,7 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
     packed = packed_of(config, {name: (name,) for name in tensors}, tensors)
     stored = _by_name(twin, base, packed)
     for layer in (layer for dropped in blueprint.dropped.values() for layer in dropped):
-        # What goes without a trace adds nothing, in the base as in its twin.
+        # Layers that are dropped as silent must be silent in the twin too.
         for suffix, value in base.anatomy.kinds[base.anatomy.kind_of[layer]].silence.items():
             if (held := stored.get(base.anatomy.layer_name(layer, suffix))) is not None:
                 held.fill_(value)
@@ -153,7 +153,7 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
             if held is not None and held.ndim > 1 and len(held) > 1 and part.blocks and part.blocks[0][0] == "router":
                 held[::2].mul_(_LARGE)
     settings = small.pop(QUANTISATION, None)
-    # Experts that the twin has not are left out.
+    # Experts that the twin does not have are left out.
     if packed := {name: each for name, each in packed.items() if name in stored}:
         small[QUANTISATION] = small_blocks(settings)
         stored = quantised(stored, packed, base.folder, small[QUANTISATION])
@@ -162,7 +162,7 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
         (folder / CODE_FILE).write_bytes(bundle(small))
     save_file({name: value.contiguous() for name, value in stored.items()}, folder / SINGLE_FILE, {"format": "pt"})
     if wordless_auto(native_config(small)) is not None:
-        # Whatever a head makes of states, the twin is a model with words.
+        # Whatever head the base has, the twin gets a language head.
         small["architectures"] = [type(twin.model).__name__]
     if not is_grafted(small):
         # A tokenizer's own code is no part of the model.
@@ -172,7 +172,7 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
 
 
 def _running_twin(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Anatomy) -> tuple[dict[str, Any], Skeleton]:
-    """A twin that runs, and its config. Raises BadInput where none of the sizes will do."""
+    """Return a twin that runs, and its config. Raises BadInput where no small size runs."""
     failed: Exception | None = None
     for small in _small_configs(config, blueprint, anatomy):
         try:
@@ -187,7 +187,7 @@ def _running_twin(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Anat
 
 
 def _with_small_grafts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with grafts of few neurons: a share of a large model's FFN is many times a twin's width."""
+    """Return the config with small grafts: a graft sized for a large FFN would be many times a twin's width."""
     if not is_grafted(config):
         return config
 
@@ -201,7 +201,7 @@ def _with_small_grafts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _grafted_twin(config: Mapping[str, Any]) -> Skeleton:
-    """A twin of a base that has grafts, by the code that ships with it, their gates open."""
+    """Return a twin of a base with grafts, built by its shipped code, with its gates open."""
     trunk = twin_of_small(native_config(config), seed=_SEED)
     composition = composition_of(config)
     assert composition is not None
@@ -219,16 +219,16 @@ def _grafted_twin(config: Mapping[str, Any]) -> Skeleton:
     with torch.no_grad():
         for name, value in model.state_dict().items():
             if name.endswith(f"{GATE}threshold"):
-                # Closed, a gate hides what it switches.
+                # A closed gate would hide what it switches.
                 value.fill_(-1.0)
     return replace(trunk, model=model)
 
 
 def _small_configs(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Anatomy) -> Iterator[dict[str, Any]]:
-    """Configs of twins to try, the first that runs counts.
+    """Yield configs of twins to try; the first that runs is used.
 
-    Where the plan changes heads it has the base's own number of them, as the plan says how many there will be, in a
-    stream that these and those of the output divide, as many classes want it.
+    Where the plan changes heads, the twin has the base's own number of heads, as the plan states the new number. Its
+    stream is divisible by both numbers, as many classes require.
     """
     experts = any("expert" in key or "top_k" in key or "topk" in key for key in blueprint.resized)
     changed = {key: blueprint.resized[key] for key in (HEADS, KEYS) if key in blueprint.resized}
@@ -236,7 +236,7 @@ def _small_configs(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Ana
         sizes = anatomy.sizes
         divided = math.lcm(sizes.heads, changed.get(HEADS, sizes.heads))
         width = divided * -(-NEURONS // divided)
-        # What is as wide as the stream in the base is so in its twin: OPT projects no embeddings of that width.
+        # Sizes that equal the stream's in the base equal it in the twin: OPT projects no embeddings of that width.
         part = part_of(config, anatomy.derivation.path)
         wide = [key for key, value in part.items() if WIDTHS.fullmatch(key) and value == sizes.hidden]
         own = {HEADS: sizes.heads, KEYS: sizes.kv_heads, HIDDEN: width, **dict.fromkeys(wide, width)}
@@ -248,20 +248,20 @@ def _small_configs(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Ana
 
 
 def _by_name(twin: Skeleton, base: OpenedBase, packed: Mapping[str, Packed]) -> dict[str, Tensor]:
-    """A twin's tensors as transformers saves them, by the base's names for them, in the base's dtypes.
+    """Return a twin's tensors as transformers saves them, by the base's names and in the base's dtypes.
 
-    Those that are quantised there (`packed`) are in full precision.
+    Tensors that the base stores quantised (`packed`) are in full precision.
     """
     with tempfile.TemporaryDirectory(prefix="surgeon-twin-") as folder, quiet_transformers():
         twin.model.save_pretrained(folder)
         saved = dict(load_file(Path(folder, SINGLE_FILE)))
-    # A checkpoint may hold what is tied twice.
+    # A checkpoint may store a tied tensor twice.
     tied = twin.model.all_tied_weights_keys.items()
     saved |= {name: saved[of].clone() for name, of in tied if of in saved and name not in saved}
     found: dict[str, Tensor] = {}
     left = set(saved) - twin.model.all_tied_weights_keys.keys()
     if wordless_auto(native_config(base.folder.config)) is not None:
-        # Its names are those of another class, the head's.
+        # The saved names are those of another class, the one with the language head.
         return {name: saved[name] for name in left}
     for name, info in base.folder.tensors.items():
         place = _place_in(packed[name].suffix if name in packed else name, saved, twin)
@@ -269,12 +269,12 @@ def _by_name(twin: Skeleton, base: OpenedBase, packed: Mapping[str, Packed]) -> 
             dtype = stored_dtype(info.dtype) if info.dtype in FLOAT_DTYPES else saved[place].dtype
             found[name] = saved[place].to(dtype)
             left.discard(place)
-    # What a checkpoint may lack, as a head.
+    # Tensors that a checkpoint may lack, such as a head.
     return found | {name: saved[name] for name in left}
 
 
 def _place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
-    """What the model calls a tensor: checkpoints of a base model alone lack its prefix, and old ones have old words."""
+    """Return the model's name of a stored tensor, which may lack the base model's prefix or use old words."""
     old = next((old for old in OLD_NORMS if name.endswith(f".{old}")), None)
     present = name if old is None else name.removesuffix(old) + OLD_NORMS[old]
     prefix = f"{twin.model.base_model_prefix}."
@@ -285,7 +285,7 @@ def _place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | No
 def _check_same_tensors(blueprint: Blueprint, small: Blueprint, unread: AbstractSet[str]) -> None:
     """Raise BadInput where the twin's output has other layers or new tensors than the output will have.
 
-    But for those that no class reads (`unread`), as of layers that predict further tokens.
+    Tensors that no class reads (`unread`), such as those of layers that predict further tokens, are ignored.
     """
     orders = [[(layer.like, layer.base, layer.opened) for layer in each.layers] for each in (blueprint, small)]
     if orders[0] != orders[1]:
@@ -300,7 +300,7 @@ def _check_same_tensors(blueprint: Blueprint, small: Blueprint, unread: Abstract
 
 
 def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blueprint: Blueprint, stack: str) -> None:
-    """Compare what two twins compute, as far as the blueprint promises something of it. Raises SurgeonError.
+    """Compare the outputs of two twins, as far as the blueprint promises something. Raises SurgeonError.
 
     `stack` is the path of the base's layers.
     """
@@ -317,14 +317,14 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
         words = len(made.kept_tokens)
     ids, promised = _tokens(min(words, _WORDS)), blueprint.promise != "none"
     dtypes = ("bfloat16", "float32") if promised else ("float32",)
-    # What is in bfloat16 is the same in float32, so both are loaded once.
+    # bfloat16 weights are the same numbers in float32, so both models are loaded once.
     once = QUANTISATION in base.config or {"F64", "F32", "F16"}.isdisjoint(info.dtype for info in base.tensors.values())
     for dtype in dtypes:
         if dtype == dtypes[0] or not once:
             one, other = load_pair(base, out, dtype=dtype)
             if made.kept_tokens is not None:
                 trim_logits(one, other, made.kept_tokens)
-            # What the base cannot do need not be done by the output.
+            # The output need not do what the base cannot do.
             steps = _STEPS if _decodes(one, ids) else 0
         else:
             one, other = one.float(), other.float()
@@ -338,12 +338,12 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
 
 
 def _tokens(words: int) -> Tensor:
-    """Two texts of random tokens."""
+    """Return two texts of random tokens."""
     return torch.randint(3, words, (2, 32), generator=torch.Generator().manual_seed(_SEED))
 
 
 def _decodes(model: Any, ids: Tensor) -> bool:
-    """Whether a model can be run over a cache."""
+    """Return whether a model can be run over a cache."""
     try:
         with torch.inference_mode():
             return all(True for _ in decoded(model, ids, 1))
@@ -352,7 +352,7 @@ def _decodes(model: Any, ids: Tensor) -> bool:
 
 
 def _check_promise(found: Sequence[Any], blueprint: Blueprint) -> None:
-    """Raise BadInput for a comparison that the promise does not allow."""
+    """Raise BadInput for a difference that the promise does not allow."""
     exact = blueprint.promise == "exact"
     rounded = blueprint.promise == "rounding" or any(each.claim.in_float32 for each in blueprint.operations)
     for each in found:
@@ -364,7 +364,7 @@ def _check_promise(found: Sequence[Any], blueprint: Blueprint) -> None:
 
 
 def _check_images(base: Any, out: Any, ids: Tensor, stack: str) -> None:
-    """Raise BadInput where what an image adds to several layers (DeepStack) reaches others than in the base."""
+    """Raise BadInput where an image's features for several layers (DeepStack) reach other layers than in the base."""
     one, other = (_with_image(model, ids, stack) for model in (base, out))
     if one is not None and other is not None and not torch.equal(one, other):
         raise BadInput(
@@ -373,7 +373,7 @@ def _check_images(base: Any, out: Any, ids: Tensor, stack: str) -> None:
 
 
 def _with_image(model: Any, ids: Tensor, stack: str) -> Tensor | None:
-    """What the text decoder makes of a text and an image's features that go into several layers.
+    """Return the text decoder's states for a text and an image's features that enter several layers.
 
     None where the decoder takes no such features. They are random: what counts is which layer gets which.
     """
@@ -405,7 +405,7 @@ def _with_image(model: Any, ids: Tensor, stack: str) -> Tensor | None:
 
 
 def _found(fields: Mapping[str, Any], key: str) -> Any:
-    """A field of a config, in whichever part of it."""
+    """Return a field of a config, from whichever part has it."""
     if fields.get(key):
         return fields[key]
     parts = (value for value in fields.values() if isinstance(value, Mapping))
@@ -413,15 +413,15 @@ def _found(fields: Mapping[str, Any], key: str) -> Any:
 
 
 def check_learns(model: Any, ids: Tensor, *, encoder: bool = False) -> None:
-    """Raise BadInput where a step of training fails, or gives no gradient to what is new.
+    """Raise BadInput where a step of training fails, or gives the new parts no gradient.
 
-    Of controls of an encoder every one must get one.
+    In an encoder every new control must get a gradient.
     """
     model = model.float().train()
     names = set(model.freeze_base())
     new = {name: value for name, value in model.named_parameters() if name in names}
-    # An earlier surgery's grafts may stay as they are. A gate may happen to be shut for all of these tokens; the other
-    # way round it is open for some.
+    # An earlier surgery's grafts may stay frozen. A gate may happen to be shut for all of these tokens; with the
+    # opposite signs it is open for some.
     for _ in range(2 if new else 0):
         with running(model):
             if encoder:
@@ -443,8 +443,8 @@ def check_learns(model: Any, ids: Tensor, *, encoder: bool = False) -> None:
 
 
 def _backward(model: Any, ids: Tensor) -> None:
-    """Take gradients of what an encoder puts out, weighed at random."""
-    # A flow of one's own: without it the model says that its losses have no part.
+    """Compute gradients of a random weighting of an encoder's output."""
+    # With a flow object of the caller's own; without it the model complains that its losses are unused.
     flow = sys.modules[type(model).__module__].Flow()
     output = model(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True, surgery_flow=flow)[0]
     (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(0))).sum().backward()

@@ -1,4 +1,4 @@
-"""A surgery: what was drawn of a plan on a base, and the job that carries it out."""
+"""A surgery: the drawing of a plan on a base, and the job that carries it out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from surgeon.writing.readback import ReadBack
 
 @dataclass(frozen=True)
 class Drawing:
-    """A plan as it is drawn on a base: `facts` are what operations found out of it, by their numbers.
+    """A plan drawn on a base: `facts` are what operations gathered from the base, by their numbers.
 
     `proven` are the versions of the libraries with which its promise was proven.
     """
@@ -38,7 +38,7 @@ class Drawing:
 
 
 def texts_of(blueprint: Blueprint, plan_folder: Path) -> dict[str, Path]:
-    """The texts that couplings have the base run on, by their names in the plan; BadInput where one is missing."""
+    """Return the texts on which couplings run the base, by name in the plan. Raises BadInput where one is missing."""
     found: dict[str, Path] = {}
     for coupling in blueprint.couplings.values():
         if coupling.support is not None:
@@ -60,7 +60,7 @@ def surgery_job(
     read_back: bool,
     link: bool = False,
 ) -> Job:
-    """The job that carries out a plan; `device` is asked only where a tensor must be computed: that needs torch."""
+    """Return the job that carries out a plan; `device` is called only where a tensor is computed: that needs torch."""
     blueprint, shards, base, changed = drawn.blueprint, drawn.shards, opened.folder, opened.side_files
     code = {name: bundle(blueprint.config) for name in blueprint.code_files}
     texts = {name: digest_of_file(path) for name, path in texts_of(blueprint, opened.plan_folder).items()}
@@ -112,10 +112,10 @@ class _Finish:
     metadata: Metadata
 
     def __call__(self, proof: ReadBack) -> Mapping[str, bytes]:
-        """Raise BadInput where something that was read is not what it was; else return the last files."""
+        """Return the last files. Raises BadInput where something that was read has changed."""
         drawn, base = self.drawn, self.opened.folder
         blueprint = drawn.blueprint
-        # Files that changed were the base's before; others do not come along.
+        # Changed files are recorded with the base's digests; other uncarried files are not recorded.
         others = [n for n in base.side_files if n in self.opened.side_files]
         files = {**proof.files, **{n: _digest_of(base.read_side_file(n)) for n in others}}
         digests = proof.digests_of(base)
@@ -136,7 +136,7 @@ class _Finish:
 
 
 def _model_entries(blueprint: Blueprint, models: Mapping[str, CheckpointFolder]) -> dict[str, ModelEntry]:
-    """What the manifest says of other models: how they are called, and one digest of the tensors that were taken."""
+    """Return the manifest's entries for other models: their name, and one digest of the tensors taken."""
     found: dict[str, ModelEntry] = {}
     for name, tensors in blueprint.taken.items():
         models[name].check_unchanged()
@@ -147,7 +147,7 @@ def _model_entries(blueprint: Blueprint, models: Mapping[str, CheckpointFolder])
 
 
 def _check_side_files(facts: Mapping[int, Facts], opened: OpenedBase) -> None:
-    """Raise BadInput where a side file is to get other bytes than the facts say, by which alone `verify` knows it."""
+    """Raise BadInput where a side file's new bytes do not match the facts, by which `verify` knows the file."""
     said = {name: how for each in facts.values() for name, how in each.side_files.items()}
     for name in sorted({*opened.side_files, *said}):
         how, content = said.get(name, SideFile()), opened.side_files.get(name)
@@ -163,7 +163,7 @@ def _check_side_files(facts: Mapping[int, Facts], opened: OpenedBase) -> None:
 
 
 def _check_code(base: CheckpointFolder, files: Mapping[str, str]) -> None:
-    """Raise BadInput where the base's own code that was carried along is not that which was run."""
+    """Raise BadInput where the base's own code in the output is not the code that was run."""
     for name, content in base.own.files.items() if base.own is not None else ():
         if files[name] != _digest_of(content):
             raise BadInput(f"{printable(name)}: changed meanwhile; start again when nothing writes to it")

@@ -1,9 +1,9 @@
 """Writing a job's output: shard by shard from the base into a staged folder, published by one rename.
 
-A shard that is the base's byte for byte shares its blocks, or is linked: no byte of it moves (unmoved.py). Other copied
-tensors pass as bytes, undecoded; zeros are holes; only what must be computed is read into memory (and only then is
-torch imported). While the next shard is written, other threads read the last one back and compare
-it with the base (readback.py).
+A shard that equals the base's byte for byte shares its blocks, or is linked: none of its bytes moves
+(linked_shards.py). Other copied tensors pass as bytes, undecoded; zeros are holes; only computed tensors are read into
+memory (and only then is torch imported). While the next shard is written, other threads read the last one back and
+compare it with the base (readback.py).
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 
 _ALONE = Ranks()
 
-# The kernel copies with the processor: two copies at once is what two cores give, more does not help a disk.
+# The kernel copies with the processor: two copies at once use two cores, and more do not help a disk.
 _WRITERS = 2
 
 
 def check_output(job: Job, base: Path, out: Path) -> None:
-    """BadInput where `out` is taken, or stands in `base`, where the disk has no room for what the job writes, or where
-    the job links and files cannot be linked there.
+    """Raise BadInput where the job cannot be written to `out`.
+
+    That is where `out` exists, or is inside `base`, where the disk has no room, or where the job links and files cannot
+    be linked there.
     """
     check_destination(out, base)
     check_space(out, bytes_to_move(job, out), fingerprint=job.fingerprint)
@@ -55,9 +57,9 @@ def check_output(job: Job, base: Path, out: Path) -> None:
 def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> HowMoved:
     """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` times the stages.
 
-    With several `ranks` this is rank 0, and the others call `assist`. An earlier run of the same job that was cut off
-    is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
-    what was read back is not what was written. Returns how the bytes of the shards came there.
+    With several `ranks` this is rank 0, and the others call `assist`. An interrupted run of the same job is continued.
+    Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when the bytes read
+    back differ from those written. Returns how the bytes of the shards got there.
     """
     working = working_folder(out)
     kept = f"what was finished is kept in {printable(str(working))}: the same command continues"
@@ -98,7 +100,7 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
             with stopwatch.stage("look"):
                 job.look(staging.folder)
     except SurgeonError as error:
-        # The base or the plan is at fault, not the moment: the same command would fail again.
+        # The fault lies in the base or the plan and will not pass: the same command would fail again.
         if not (isinstance(error, Elsewhere) and error.momentary):
             staging.abandon()
         raise
@@ -106,7 +108,7 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
 
 
 def _say_not_finite(proof: ReadBack, listener: Listener) -> None:
-    """Bytes pass through whatever they mean, and an honest base may hold an infinity: it is said, not refused."""
+    """Report tensors with NaN or infinity. They are copied, not refused, as a sound base may hold an infinity."""
     if proof.not_finite:
         names = sorted(proof.not_finite)
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
@@ -118,14 +120,14 @@ def _say_not_finite(proof: ReadBack, listener: Listener) -> None:
 
 @dataclass(frozen=True)
 class Order:
-    """What rank 0 asks of the others: the folder with the staged shards, and the shards whose layers to compute."""
+    """What rank 0 sends to the others: the folder of staged shards, and the shards whose layers to compute."""
 
     folder: str
     files: tuple[str, ...]
 
 
 def assist(job: Job, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
-    """On every rank but 0: compute a share of the layers that rank 0 asks for, and wait until it has published."""
+    """Compute, on a rank other than 0, a share of the layers that rank 0 asks for; wait until it has published."""
     order: Order = ranks.receive()
     share = _Share(job, Path(order.folder), listener, stopwatch, ranks)
     ranks.gather(share.of([shard for shard in job.shards if shard.file in order.files]))
@@ -134,7 +136,7 @@ def assist(job: Job, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> 
 
 @dataclass(eq=False)
 class _Share:
-    """One process's part of an execution: it writes tensors into shards that are begun."""
+    """One process's part of an execution: it writes tensors into shards whose files exist."""
 
     job: Job
     folder: Path
@@ -146,7 +148,7 @@ class _Share:
 
     @property
     def evaluator(self) -> Evaluator:
-        """Made at first need: it brings torch."""
+        """Return the evaluator, made at first use because it imports torch."""
         if self._evaluator is None:
             from surgeon.writing.compute import Evaluator
 
@@ -164,7 +166,7 @@ class _Share:
         return self._evaluator
 
     def of(self, shards: Sequence[Shard]) -> Report:
-        """Write this rank's layers of `shards`; an error is reported, not raised, as the other ranks wait for it."""
+        """Write this rank's layers of `shards`; return an error, as other ranks wait for the report."""
         maps: dict[str, dict[str, Any]] = {}
         dealt = 0
         mine: list[list[Output]] = []
@@ -188,10 +190,10 @@ class _Share:
         return Report(maps)
 
     def begin(self, shard: Shard) -> None:
-        """Make a shard's file: its header, and room for its tensors."""
+        """Create a shard's file: its header, and room for its tensors."""
         header, places = self._header(shard), self._places(shard)
         (self.folder / shard.file).parent.mkdir(exist_ok=True)
-        # Never what has this name already: that may be the base's file, linked by a run that was cut off.
+        # A file of this name is removed first: it may be the base's file, linked by an interrupted run.
         (self.folder / shard.file).unlink(missing_ok=True)
         target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
@@ -201,10 +203,10 @@ class _Share:
             os.close(target)
 
     def write(self, shard: Shard, outputs: Sequence[Output], then: Sequence[Output] = ()) -> dict[str, Any]:
-        """Write `outputs` at their places in a shard that is begun; returns reports of the maps solved for them.
+        """Write `outputs` at their places in a shard whose file exists; return reports of the maps solved for them.
 
-        Computed tensors are written, and those that the next layer takes are read, while others are computed; `then`
-        is the layer that comes after these outputs.
+        While tensors are computed, finished ones are written and those that the next layer needs are read; `then` is
+        the layer that comes after these outputs.
         """
         places = self._places(shard)
         place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
@@ -224,7 +226,7 @@ class _Share:
         return self.evaluator.take_reports() if computes else {}
 
     def _copy(self, shard: Shard, outputs: Sequence[Output], target: int, begin: int) -> None:
-        """Lay all bytes of others that `outputs` are into a shard, whose data begins at `begin`."""
+        """Copy all source bytes of `outputs` into a shard, whose data begins at `begin`."""
         copies = [output for output in outputs if output.pieces.spans and not output.computed]
         places = {output.name: self.job.places[output.name] for output in copies}
         with self.stopwatch.stage("copy"), OpenShards(self.job.sources) as shards:
@@ -232,13 +234,13 @@ class _Share:
             copy_pieces(pieces, shards.opened, target=target, begin=begin, progress=self.listener.advance)
 
     def _show(self, layer: Sequence[Output]) -> None:
-        """Say which of the layers to compute is under way."""
+        """Show which of the layers to compute is being computed."""
         if any(output.computed for output in layer):
             self._layers_done += 1
             self.listener.rename(f"writing, new layer {self._layers_done} of {_computed_layers(self.job.shards)}")
 
     def close(self) -> None:
-        """Nothing more is computed: what was to be read for it is not."""
+        """Stop computing, and reading ahead for it."""
         if self._evaluator is not None:
             self._evaluator.close()
 
@@ -250,7 +252,7 @@ class _Share:
         self._layers_done += sum(any(o.computed for o in layer) for layer in group_by_layer(outputs))
 
     def _header(self, shard: Shard) -> bytes:
-        """A shard that is its twin has its twin's own header, whoever wrote it, so that every way gives one file."""
+        """Return a shard's header; one that equals its twin gets the twin's bytes, so all ways give one file."""
         twin = self.job.unchanged.get(shard.file)
         if twin is None:
             return header_of(shard, self._mirrored(shard))[0]
@@ -258,7 +260,7 @@ class _Share:
             return header_bytes(shards.opened(twin.place), twin.header, file=twin.file)
 
     def _places(self, shard: Shard) -> list[tuple[int, int]]:
-        """Where each tensor of a shard begins and ends in its file."""
+        """Return where each tensor of a shard begins and ends in its file."""
         if (twin := self.job.unchanged.get(shard.file)) is not None:
             return [(info.begin, info.end) for info in twin.header.tensors]
         return header_of(shard, self._mirrored(shard))[1]
@@ -269,13 +271,13 @@ class _Share:
 
 
 def _computed_layers(shards: Sequence[Shard]) -> int:
-    """How many layers (or groups of tensors outside them) have something to compute."""
+    """Return how many layers (or groups of tensors outside them) have something to compute."""
     layers = (layer for shard in shards for layer in group_by_layer(shard.outputs))
     return sum(any(output.computed for output in layer) for layer in layers)
 
 
 class _Run(_Share):
-    """An execution under way on rank 0: it holds the staged folder and has everything read back."""
+    """The execution on rank 0: it holds the staged folder and has everything read back."""
 
     def __init__(
         self,
@@ -294,7 +296,7 @@ class _Run(_Share):
         self.unmoved = unmoved
 
     def all_shards(self) -> None:
-        """Write every shard: those of bytes only in threads, the computed ones here, one after the other."""
+        """Write every shard: those without computed tensors in threads, the others here, one after another."""
         computed = [shard for shard in self.job.shards if any(o.computed for o in shard.outputs)]
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             try:
@@ -322,13 +324,13 @@ class _Run(_Share):
             self.proof.add(shard, {name: found for r in reports for name, found in r.maps.get(shard.file, {}).items()})
 
     def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
-        """Write one shard, or take it as an earlier run left it; `then` is the layer computed after it."""
+        """Write one shard, or use the one of an earlier run; `then` is the layer computed after it."""
         if not self._done_earlier(shard) and not self._taken(shard):
             self.begin(shard)
             self.proof.add(shard, self.write(shard, shard.outputs, then))
 
     def _taken(self, shard: Shard) -> bool:
-        """Whether the shard is there without a byte of it being moved."""
+        """Return whether the shard could be put in place without moving its bytes."""
         if not self.unmoved.take(shard, self.folder / shard.file, self.stopwatch):
             return False
         self.listener.advance(shard.nbytes)
@@ -344,7 +346,7 @@ class _Run(_Share):
         return True
 
     def small_files(self) -> None:
-        """Write the small files that are known beforehand, and those that are carried along."""
+        """Write the small files that are known beforehand, and the side files that are carried along."""
         job = self.job
         for name, content in job.files.items():
             self.small_file(name, content)
@@ -353,7 +355,7 @@ class _Run(_Share):
                 self.small_file(name, job.carried.read_side_file(name))
 
     def small_file(self, name: str, content: bytes) -> None:
-        """Write a small file, which is then journalled, and keep its digest."""
+        """Write and journal a small file, and keep its digest."""
         file = self.staging.folder / name
         file.parent.mkdir(exist_ok=True)
         write_new(file, content)
@@ -362,12 +364,12 @@ class _Run(_Share):
 
 
 def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
-    """The layer that is computed next, when `shards` are the outputs still to come."""
+    """Return the layer that is computed next; `shards` are the outputs still to come."""
     return next((group_by_layer(outputs)[0] for outputs in shards if outputs), ())
 
 
 def _write_tensor(run: _Share, output: Output, target: int, begin: int, end: int, behind: WriteBehind) -> None:
-    """Write a tensor that is made: computed, or of constants."""
+    """Write a tensor that is computed or constant."""
     if output.computed:
         for made in run.evaluator.make(output):
             with run.stopwatch.stage("wait for writing"):

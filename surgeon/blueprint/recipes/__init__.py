@@ -1,6 +1,6 @@
-"""Recipes: how each output tensor is made. One class each: its inputs, its bytes of the base, its computation.
+"""Recipes: how each output tensor is made. Each class defines its inputs, its bytes of the base and its computation.
 
-A new one is a class derived from `Recipe`, here or in a plugin; nothing else needs to know it.
+A new recipe is a class derived from `Recipe`, here or in a plugin; no other module needs to know it.
 """
 
 from surgeon.blueprint.recipes.adapted import Adapted, Product, Rounding, Step, Trained

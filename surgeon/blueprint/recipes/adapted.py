@@ -1,13 +1,14 @@
-"""A tensor with adapters merged into it: W + s · B A, what was trained in its place, and what rounding leaves of both.
+"""A tensor with adapters merged into it: W + s · B A, values trained in its place, and their rounding.
 
-Every step is taken in float32, in turn, and the result is rounded once. Where rounding to nearest would lose more than
-a hundredth of a row's change, that row is rounded so that its error cancels on what the adapters read: each number goes
-up or down so that the errors of a row cancel.
+All steps are computed in float32, in order, and the result is rounded once. Where rounding to nearest would lose more
+than a hundredth of a row's change, that row is rounded so that its errors cancel on the inputs that the adapters read:
+each number is rounded up or down accordingly.
 
 Numbers of a checkpoint lie on the grid of their dtype. A change much smaller than the grid's step is lost when each
-number is rounded to the nearest. Here the choice for each column looks at the error that the columns before left on
-given directions (an adapter's A: what it reads of its input), and takes the neighbour that makes it least. That is
-error feedback in as many numbers a row as there are directions: one pass, no random numbers.
+number is rounded to the nearest. Here the choice for each column considers the error that the earlier columns left
+along given directions (an adapter's A: what it reads of its input), and takes the neighbour that makes the error least.
+This is error feedback with one running error per row and direction: one pass, no random numbers.
+
 Dimensions: N rows, M columns, R directions.
 """
 
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
 
 Rounding = Literal["auto", "nearest", "guided"]
 
-# The share of a row's change that rounding to nearest may lose.
+# The largest share of a row's change that rounding to nearest may lose.
 MAY_LOSE = 0.01
-# Numbers that are worked on at a time: what is made of them stays in the processor's cache.
+# How many numbers are processed at a time, so that intermediate results stay in the processor's cache.
 _NUMBERS_AT_ONCE = 1 << 19
 
 
 @dataclass(frozen=True)
 class Product:
-    """`weight` times what a LoRA adds: `scale` · B A; with a `magnitude` (DoRA) rows get that length.
+    """The share `weight` of what a LoRA adds, `scale` · B A; a `magnitude` (DoRA) then sets the length of rows.
 
-    `turned`: the product's transpose (of embeddings, which have a row for each input); columns get the length then.
-    `expert` is (number, count) where the pair holds those of `count` experts and the product is one's: of r rows each
-    in A, and of every count-th column of B. `rows` are those of the product that the tensor has; None: all.
+    `turned`: the product is transposed (for embeddings, which have a row for each input); then columns get the length.
+    `expert` is (number, count) where the pair A, B serves `count` experts and the product is for one of them: its r
+    rows of A, and every count-th column of B. `rows` selects the rows of the product that the tensor has; None: all.
     """
 
     down: Imported
@@ -56,34 +57,34 @@ class Product:
 
     @property
     def rank(self) -> int:
-        """Of the product."""
+        """Return the rank of the product."""
         return self.down.shape[0] // (1 if self.expert is None else self.expert[1])
 
     def of_expert(self, number: int) -> Product:
-        """The product of another expert."""
+        """Return the product of another expert, from the same pair."""
         assert self.expert is not None
         return replace(self, expert=(number, self.expert[1]))
 
     @property
     def inputs(self) -> tuple[Imported, ...]:
-        """The adapter's tensors."""
+        """Return the adapter's tensors."""
         return (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
 
     @property
     def how(self) -> str:
-        """What is taken how much of."""
+        """Describe the step: the weight, the scale and the adapter's tensors."""
         of = "" if self.expert is None else f"expert {self.expert[0]} of "
         return f"{self.weight} of {self.scale} times {of}{listed(each.how for each in self.inputs)}"
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
-        """Both matrices, whose product is B A as the tensor has it, without the scale; and the magnitude."""
+        """Return the two matrices of B A in the tensor's layout, without the scale; and the magnitude, if any."""
         down, up = self._pair(bench)
         magnitude = () if self.magnitude is None else (bench.working(self.magnitude),)
         left, right = (down.T, up.T) if self.turned else (up, down)
         return left if self.rows is None else left[slice(*self.rows)], right, *magnitude
 
     def _pair(self, bench: Bench) -> tuple[Tensor, Tensor]:
-        """A and B; of all experts' they are read once, and one expert's are taken."""
+        """Return A and B; where the pair serves many experts, read it once and return this expert's share."""
         import torch
 
         if self.expert is None:
@@ -94,10 +95,10 @@ class Product:
         return down.to(bench.device, torch.float32), up.to(bench.device, torch.float32)
 
     def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
-        """Some `rows` of the tensor with the product added; `base` are those before any step, `given` the factors.
+        """Return some `rows` of the tensor with the product added.
 
-        As PEFT does, DoRA divides by the lengths of the base's rows with this product alone. Of columns, `given` holds
-        the magnitude divided by these already.
+        `base` are the rows before any step, `given` the factors. As in PEFT, DoRA divides by the lengths of the base's
+        rows with only this product added. For columns, `given` holds the magnitude already divided by these lengths.
         """
         left, right, *magnitude = (each.to(values.dtype) for each in given)
         added = values.addmm(left[rows], right, alpha=self.scale)
@@ -111,9 +112,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Trained:
-    """`weight` of the way to the values that were trained in the place of all rows, or of those of the numbers `rows`.
+    """A step of `weight` of the way to values that were trained in the place of all rows, or of the rows `rows`.
 
-    `added`: the values are added, as a LoRA's own bias is.
+    `added`: the values are added instead, as a LoRA's own bias is.
     """
 
     values: Imported
@@ -123,22 +124,22 @@ class Trained:
 
     @property
     def inputs(self) -> tuple[Imported, ...]:
-        """The adapter's tensor."""
+        """Return the adapter's tensor."""
         return (self.values,)
 
     @property
     def how(self) -> str:
-        """What is taken how much of, and in which rows."""
+        """Describe the step: the weight, the adapter's tensor, and in which rows it applies."""
         where = "" if self.rows is None else f" in rows {show([*self.rows])}"
         return f"{self.weight} of {self.values.how}{' added' if self.added else where}"
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
-        """The adapter's values, those of a vector as one row."""
+        """Return the adapter's values; a vector as one row."""
         values = bench.working(self.values)
         return (values if values.ndim > 1 else values[None],)
 
     def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
-        """Some `rows` of the tensor with the values in their place; `given` are the adapter's."""
+        """Return some `rows` of the tensor with the values put in or added; `given` are the adapter's values."""
         own = given[0].to(values.dtype)
         if self.added:
             return values.add(own[rows], alpha=self.weight)
@@ -157,9 +158,9 @@ Step = Product | Trained
 
 @dataclass(frozen=True)
 class Adapted(Recipe):
-    """The tensor `of` with what adapters did to it, step after step, rounded to `dtype`.
+    """The tensor `of` after the steps of adapters, one after another, rounded to `dtype`.
 
-    `turned`: it is stored inputs by outputs (GPT-2). `name` is what the record of its rounding is called.
+    `turned`: it is stored inputs × outputs (GPT-2). Its rounding is recorded under `name`.
     """
 
     of: Recipe
@@ -171,48 +172,48 @@ class Adapted(Recipe):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the tensor."""
+        """Return the shape of the tensor `of`."""
         return self.of.shape
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """The tensor and the adapters'."""
+        """Return the tensor `of` and the adapters' tensors."""
         return (self.of, *(each for step in self.steps for each in step.inputs))
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The tensor, unless it is so large that its rows are read a few at a time."""
+        """Return the tensor `of`; nothing where its rows are read a few at a time."""
         return () if self._streams else self.of.reads
 
     @property
     def how(self) -> str:
-        """The tensor, and what of adapters is merged into it."""
+        """Describe the tensor, and what adapters merge into it."""
         return f"{self.of.how} with {'; '.join(step.how for step in self.steps)}; rounded as {self.rounding}"
 
     @property
     def own_change(self) -> str:
-        """Under which name its rounding is recorded."""
+        """Return the name under which its rounding is recorded."""
         return self.name
 
     @property
     def working_set(self) -> int:
-        """Rows of the tensor before and after, their neighbours on the grid and what is made of these in float32.
+        """Return the bytes of a batch of rows before and after, grid neighbours and float32 intermediates.
 
-        Where it is not read a few rows at a time, all of it before and after.
+        Where rows are not read a few at a time, the whole tensor before and after counts too.
         """
         whole = 0 if self._streams else 2 * self.numel
         at_once = 7 * min(self.numel, max(_NUMBERS_AT_ONCE, self.shape[-1]))
         return 4 * (whole + at_once + sum(each.numel for each in self.inputs[1:]))
 
     def compute(self, bench: Bench) -> Tensor:
-        """All rows, as they are stored."""
+        """Return all rows, in the layout in which they are stored."""
         import torch
 
         made = torch.cat([*self._parts(bench)]).view(self._used)
         return made.T.contiguous() if self.turned else made
 
     def compute_in_pieces(self, bench: Bench) -> Iterator[Tensor]:
-        """Rows of a large tensor a few at a time: a head may take gigabytes."""
+        """Yield the rows of a large tensor a few at a time: a head may take gigabytes."""
         if self._streams:
             yield from self._parts(bench)
         else:
@@ -227,7 +228,7 @@ class Adapted(Recipe):
         return self.shape[::-1] if self.turned else self.shape
 
     def _parts(self, bench: Bench) -> Iterator[Tensor]:
-        """The tensor's rows as they are used, some at a time, and the record of them all at the end."""
+        """Yield the tensor's rows (outputs × inputs), some at a time; record the figures for all of them at the end."""
         record = _Record()
         dtype = bench.dtype(self.dtype)
         given = [self._given(step, bench) for step in self.steps]
@@ -240,7 +241,10 @@ class Adapted(Recipe):
         bench.record(self.name, record.figures)
 
     def _given(self, step: Step, bench: Bench) -> tuple[Tensor, ...]:
-        """What a step takes of an adapter; lengths of columns, which DoRA of embeddings divides by, take all rows."""
+        """Return the adapter's factors for a step.
+
+        DoRA of embeddings divides by lengths of columns, which are computed here over all rows.
+        """
         found = step.given(bench)
         if not isinstance(step, Product) or step.magnitude is None or not step.turned:
             return found
@@ -254,11 +258,11 @@ class Adapted(Recipe):
 
     @property
     def _has_own(self) -> bool:
-        """Whether a change lies elsewhere than on the rows of A."""
+        """Return whether some change lies outside the span of the rows of A."""
         return any(not isinstance(step, Product) or step.magnitude is not None for step in self.steps)
 
     def _rows(self, bench: Bench) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of the tensor in float32 (float64 stays) as they are used, with their place; a vector is one row."""
+        """Yield places and rows of the tensor in float32 (float64 stays), outputs × inputs; a vector is one row."""
         whole = None if self._streams else bench.working(self.of)
         if whole is not None:
             whole = whole[None] if whole.ndim == 1 else whole.T.contiguous() if self.turned else whole
@@ -269,7 +273,7 @@ class Adapted(Recipe):
             yield rows, self._read(bench, rows) if whole is None else whole[rows]
 
     def _read(self, bench: Bench, rows: slice) -> Tensor:
-        """Some rows of a tensor that is read a few rows at a time."""
+        """Read some rows of a tensor that is read a few rows at a time."""
         import torch
 
         assert isinstance(self.of, Copy)
@@ -279,7 +283,7 @@ class Adapted(Recipe):
 
 @dataclass
 class _Record:
-    """What a tensor's change is, and what rounding leaves of it; rows are added up in float64."""
+    """How large a tensor's change is, and how much of it rounding keeps; sums over rows are in float64."""
 
     weight: float = 0.0
     change: float = 0.0
@@ -290,7 +294,7 @@ class _Record:
     def rounded(
         self, before: Tensor, after: Tensor, dtype: Any, rounding: Rounding, factors: list[Tensor], *, own: bool
     ) -> Tensor:
-        """Rows after all steps, rounded to `dtype`; `factors` are the adapters' A, as the rows' columns have them."""
+        """Return rows after all steps, rounded to `dtype`; `factors` are the adapters' A, with the rows' columns."""
         import torch
 
         change = after - before
@@ -303,7 +307,7 @@ class _Record:
         lost = (lengths > 0) & ((nearest < (1 - MAY_LOSE) * lengths) | (rounding == "guided"))
         if rounding != "nearest" and bool(lost.any()) and not torch.equal(made, after):
             poor = lost.nonzero()[:, 0]
-            # A row for each direction, about as long as the row's own change is made.
+            # Directions are scaled so that their mean length is about that of the row's own change.
             known = (rows.to(after.dtype) for rows in factors)
             each = [rows * (len(rows) ** 0.5 / rows.norm().clamp_min(1e-30)) for rows in known]
             directions = torch.cat([before.new_zeros(0, before.shape[1]), *each])
@@ -316,7 +320,7 @@ class _Record:
 
     @property
     def figures(self) -> dict[str, float | int | None]:
-        """‖ΔW‖ / ‖W‖, and which share of ΔW rounding to nearest would leave, and the rounding taken leaves."""
+        """Return ‖ΔW‖ / ‖W‖, and the shares of ΔW kept by rounding to nearest and by the chosen rounding."""
         kept = (self.nearest / self.change, self.kept / self.change) if self.change else (1.0, 1.0)
         return {
             "change": (self.change / self.weight) ** 0.5 if self.weight else None,
@@ -327,28 +331,29 @@ class _Record:
 
 
 def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The numbers of `dtype` next below and next above (both the number itself, where it is one), and as wide."""
+    """Return the numbers of `dtype` next below and next above, in the dtype of `values`; both equal an exact value."""
     import torch
 
     nearest = values.to(dtype)
     rounded = nearest.to(values.dtype)
     infinity = torch.full_like(nearest, float("inf"))
     other = torch.nextafter(nearest, torch.where(values > rounded, infinity, -infinity)).to(values.dtype)
-    # Beyond the largest number there is none.
+    # Beyond the largest finite number there is no neighbour.
     other = torch.where((values == rounded) | other.isinf(), rounded, other)
     return torch.minimum(rounded, other), torch.maximum(rounded, other)
 
 
 def guided(values_NM: Tensor, dtype: torch.dtype, directions_RM: Tensor, own_NM: Tensor | None = None) -> Tensor:
-    """Values rounded to `dtype` so that each row's error is least on the `directions`, in the dtype of the values.
+    """Return values rounded to `dtype` so that each row's error along the `directions` is least.
 
-    `own_NM` is one direction more for each row. Columns on which all directions are zero are rounded to nearest.
+    The result has the dtype of the values. `own_NM` is one more direction for each row. Columns on which all directions
+    are zero are rounded to nearest.
     """
     import torch
 
     value_MN = values_NM.T.contiguous()
     below, above = (each.T.contiguous() for each in neighbours(values_NM, dtype))
-    # Errors in place of numbers: up costs less than down where the pull is above the middle of the two.
+    # Work with errors instead of numbers: rounding up costs less where the pull is above the middle of both errors.
     middle_MN = (below + above).mul_(0.5).sub_(value_MN)
     down_MN, up_MN = below.sub_(value_MN), above.sub_(value_MN)
     directions_MR = directions_RM.T.contiguous()
@@ -372,5 +377,5 @@ def guided(values_NM: Tensor, dtype: torch.dtype, directions_RM: Tensor, own_NM:
         left_RN.addr_(directions_MR[column], error)
         if own_MN is not None:
             left_N.addcmul_(own_MN[column], error)
-    # A value and its error add up to a number of the grid, but for a bit of float32.
+    # A value plus its error is a number of the grid, up to the last bit of float32.
     return down_MN.add_(value_MN).T.to(dtype).to(values_NM.dtype)

@@ -1,4 +1,4 @@
-"""Which transport map aligns which rows and columns, by name."""
+"""References by name to the transport maps that align rows and columns."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MapRef:
-    """A transport map by the name of its coupling (None: the identity), perhaps as ½ (T + I).
+    """A transport map by the name of its coupling (None: the identity), optionally as ½ (T + I).
 
-    Of a map between units of so many rows, `spread`, it is T ⊗ I: whole units onto whole units.
+    With `spread` > 1, T maps units of `spread` rows each, and the map used is T ⊗ I: whole units onto whole units.
     """
 
     coupling: str | None = None
@@ -31,7 +31,7 @@ IDENTITY = MapRef()
 class Block:
     """Rows `start:stop` of a tensor, aligned by `t_in` from the right and `t_out` from the left.
 
-    `own`: the map `t_out` was solved for these very rows, after `t_in`; else for more than these.
+    `own`: `t_out` was solved for exactly these rows, after `t_in`; otherwise for more rows than these.
     """
 
     start: int

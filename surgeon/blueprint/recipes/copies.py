@@ -1,4 +1,4 @@
-"""Bytes of the base at another place: whole tensors, rows of them, and their parts for each layer in another order."""
+"""Bytes of the base at another place: whole tensors, some of their rows, and per-layer parts in another order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Copy(Recipe):
-    """Bytes of the base, read as a tensor of `shape`: `spans` says which, in their order.
+    """Bytes of the base, read as a tensor of `shape`; `spans` lists the bytes in order.
 
-    `source` is the tensor of the base that it is, all of it; None where it is another. `trains` says whether it trains
-    with what is new; None: a tensor of its own does, a part of a larger one does not.
+    `source` is the tensor of the base where this is the whole of it; otherwise None. `trains` says whether the bytes
+    train together with new tensors; None: a whole tensor does, a part of a larger one does not.
     """
 
     computed: ClassVar[bool] = False
@@ -34,12 +34,12 @@ class Copy(Recipe):
 
     @classmethod
     def of(cls, info: TensorInfo) -> Copy:
-        """A tensor of the base, whole."""
+        """Return the recipe of a whole tensor of the base."""
         return cls(Pieces.whole(info.name, info.nbytes).spans, info.dtype, info.shape, info.name)
 
     @property
     def how(self) -> str:
-        """The tensor that it is, or those whose bytes it holds."""
+        """Describe it: the tensor of the base, or the tensors whose bytes it holds."""
         return f"a copy of {self.source}" if self.source is not None else f"bytes of {listed(self.pieces.tensors)}"
 
     def compute(self, bench: Bench) -> Tensor:
@@ -47,71 +47,74 @@ class Copy(Recipe):
         return bench.read(self)
 
     def compute_in_pieces(self, bench: Bench) -> Iterator[memoryview | Tensor]:
-        """Read the bytes, of a whole tensor a few rows at a time: embeddings may take gigabytes."""
+        """Yield the bytes; for a whole tensor a few rows at a time, because embeddings may take gigabytes."""
         if self.source is None or not self.shape:
             yield bench.read(self)
         else:
             yield from (bench.read_rows(self, *rows)[0] for rows in row_batches(self))
 
     def nth(self, number: int, bench: Bench) -> Tensor:
-        """Slice `number` along the first axis: nothing else is read."""
+        """Read slice `number` along the first axis and nothing else."""
         return bench.read(replace(self.part(0, range(number, number + 1)), shape=self.shape[1:]))
 
     @cached_property
     def pieces(self) -> Pieces:
-        """Its spans."""
+        """Return its spans."""
         return Pieces(self.nbytes, self.spans)
 
     @property
     def own(self) -> Pieces:
-        """Its spans. Of a larger tensor they are none where they lie elsewhere too (`Joined.own`)."""
+        """Return its spans.
+
+        Inside a larger tensor these count as none where they are stored elsewhere too (`Joined.own`).
+        """
         return self.pieces
 
     @property
     def holds(self) -> Holds:
-        """Where it trains on its own, it begins as what it was copied from."""
+        """Return "copied" by default (it trains as a copy), "moved" where it trains, "kept" where it does not."""
         return "copied" if self.trains is None else "moved" if self.trains else "kept"
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The tensor that it is."""
+        """Return the name of the tensor that it is, if it is a whole one."""
         return () if self.source is None else (self.source,)
 
     def columns(self, start: int, stop: int) -> Copy:
-        """Columns of a matrix."""
+        """Return the recipe of some columns of a matrix."""
         return self.part(1, range(start, stop))
 
     def part(self, axis: int, order: Sequence[int]) -> Copy:
-        """The slices `order` along `axis`, one behind the other."""
+        """Return the recipe of the slices `order` along `axis`, one after another."""
         found = indices("", self.shape, DTYPE_BITS[self.dtype], axis, order).through({"": self.pieces})
         return Copy(found.spans, self.dtype, (*self.shape[:axis], len(order), *self.shape[axis + 1 :]))
 
 
 @dataclass(frozen=True)
 class KeptRows(Copy):
-    """Rows of a tensor of the base, one below the other: those of the tokens that stay, by their `numbers` there."""
+    """Rows of a tensor of the base, in the order of `numbers`: the rows of the tokens that stay."""
 
     numbers: tuple[int, ...] = ()
 
 
 def kept_rows(of: Copy, numbers: Sequence[int]) -> KeptRows:
-    """Those rows of a tensor; what trains leaves them as they are."""
+    """Return the rows `numbers` of a tensor; training leaves them unchanged."""
     found = of.part(0, numbers)
     return KeptRows(found.spans, of.dtype, found.shape, trains=False, numbers=tuple(numbers))
 
 
 def per_layer(of: Copy, axis: int, count: int, order: Sequence[int]) -> Copy:
-    """The parts that `of` holds for each of `count` layers along `axis`: part `n` of the result is part `order[n]`."""
+    """Return `of`, which holds a part for each of `count` layers along `axis`, with part `order[n]` as its part n."""
     size = of.shape[axis] // count
     slices = [part * size + nth for part in order for nth in range(size)]
     return replace(of.part(axis, slices), trains=False)
 
 
 def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, still: bool) -> Copy:
-    """Rows `start:stop` of tensors of the base, one piece below the other, read as a tensor of `shape`.
+    """Return rows `start:stop` of tensors of the base, one piece below another, read as a tensor of `shape`.
 
-    `still`: the base computes with them, under another name, so they do not train with what is new. Rows are counted
-    along the first of its axes.
+    `still`: the base already computes with these rows under another name, so they do not train with new tensors. Rows
+    are counted along the first axis.
     """
     first, start, stop = pieces[0]
     entire = len(pieces) == 1 and (start, stop) == (0, first.shape[0]) and first.shape == shape
@@ -121,20 +124,20 @@ def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, sti
 
 
 def whole(of: Copy) -> Copy:
-    """A tensor of the base, all of it, under another name: the base computes with it, so it does not train anew."""
+    """Return a whole tensor of the base under another name; the base computes with it, so it does not train as new."""
     return rows([(of, 0, of.shape[0])], of.shape, still=True)
 
 
 def sliced(of: Copy, start: int, stop: int, *, again: bool = False) -> Copy:
-    """Slices `start:stop` of a tensor along its first axis, a part of a larger one; `again`: they lie elsewhere too."""
+    """Return slices `start:stop` along axis 0, as part of a larger tensor; `again`: they are stored elsewhere too."""
     return sliced_along(of, 0, start, stop, again=again)
 
 
 def sliced_along(of: Copy, axis: int, start: int, stop: int, *, again: bool = False) -> Copy:
-    """Slices `start:stop` of a tensor along any axis, a part of a larger one; `again`: they lie elsewhere too."""
+    """Return slices `start:stop` along any axis, as part of a larger tensor; `again`: they are stored elsewhere too."""
     return replace(of.part(axis, range(start, stop)), trains=True if again else None)
 
 
 def renamed(of: Copy, source: str) -> Copy:
-    """The same of another tensor of the same dtype and shape, whole."""
+    """Return the same recipe for the whole tensor `source`, which has the same dtype and shape."""
     return replace(of, spans=Pieces.whole(source, of.nbytes).spans, source=source)

@@ -1,4 +1,4 @@
-"""Tensors whose values the recipe names, and what random numbers make: new tensors, and others of which a part changes.
+"""Tensors of constants and of random numbers: new tensors, and tensors of which a part is drawn again.
 
 Every draw is seeded from the plan's seed and a key, so it depends neither on the order of tensors nor on the device.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Constant(Recipe):
-    """One `value` for every element (0, or what makes a norm's effective scale zero or one), or a short list."""
+    """One `value` for all elements (0, or what makes a norm's effective scale zero or one), or a short tuple."""
 
     computed: ClassVar[bool] = False
 
@@ -33,12 +33,12 @@ class Constant(Recipe):
 
     @property
     def how(self) -> str:
-        """The value, or all of them."""
+        """Describe it: the value, or all the values."""
         values = self.value if isinstance(self.value, tuple) else (self.value,)
         return f"constant {listed(map(str, values))}"
 
     def compute(self, bench: Bench) -> Tensor:
-        """Fill a tensor."""
+        """Return a tensor filled with the value or values."""
         import torch
 
         values = self.value if isinstance(self.value, tuple) else (self.value,)
@@ -46,17 +46,17 @@ class Constant(Recipe):
 
     @cached_property
     def is_hole(self) -> bool:
-        """Whether the one value is zero."""
+        """Return whether it is the single value zero."""
         return self.value == 0
 
     @property
     def named_values(self) -> tuple[tuple[str, Pieces]]:
-        """All of it."""
+        """Return the digest of the whole tensor."""
         return ((self.sha256, Pieces.whole("", self.nbytes)),)
 
     @property
     def data(self) -> bytes:
-        """The tensor as little-endian bytes, without numpy or torch."""
+        """Return the tensor as little-endian bytes, computed without numpy or torch."""
         if isinstance(self.value, tuple):
             return b"".join(_element(value, self.dtype) for value in self.value)
         if self.dtype not in FLOAT_DTYPES:
@@ -66,7 +66,7 @@ class Constant(Recipe):
 
     @property
     def sha256(self) -> str:
-        """The digest of `data`."""
+        """Return the digest of `data`."""
         return zeros_sha256(self.nbytes) if self.is_hole else hashlib.sha256(self.data).hexdigest()
 
 
@@ -74,14 +74,15 @@ def _element(value: float, dtype: str) -> bytes:
     code = FLOAT_DTYPES[dtype].packed
     if code is not None:
         return struct.pack(code, value)
-    # Round to nearest, ties to even, as torch does: add half of what is cut off, less one where the rest is even.
+    # Round to nearest, ties to even, as torch does: before cutting, add half of the last kept place where the kept part
+    # is odd, and just under half where it is even.
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
 
 
 @dataclass(frozen=True)
 class Random(Recipe):
-    """Normal with mean zero and standard deviation `std`, drawn by `key`."""
+    """Normal numbers with mean zero and standard deviation `std`; `key` seeds the draw."""
 
     key: str
     std: float
@@ -90,43 +91,43 @@ class Random(Recipe):
 
     @property
     def how(self) -> str:
-        """Deviation and key."""
+        """Describe it: the standard deviation and the key."""
         return f"normal of deviation {self.std}, drawn by {self.key}"
 
     def compute(self, bench: Bench) -> Tensor:
-        """Draw, and scale."""
+        """Draw the numbers and scale them."""
         return _normal(bench, self.key, self.shape).mul_(self.std)
 
 
 @dataclass(frozen=True)
 class _OfOne(Recipe):
-    """What is made of one tensor, of its dtype and shape."""
+    """A recipe made of one tensor, with the same dtype and shape."""
 
     of: Recipe
 
     @property
     def dtype(self) -> str:
-        """The dtype of what it is made of."""
+        """Return the dtype of the tensor `of`."""
         return self.of.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what it is made of."""
+        """Return the shape of the tensor `of`."""
         return self.of.shape
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """What it is made of."""
+        """Return the tensor `of`."""
         return (self.of,)
 
 
 @dataclass(frozen=True)
 class Noised(_OfOne):
-    """`of` with normal noise on a `share` of its neurons, of the deviation `std`, or `std` times that of `of`.
+    """`of` with normal noise on a `share` of its neurons, of deviation `std`, or of `std` times the deviation of `of`.
 
-    Without `std` these neurons are drawn anew, with the mean and the deviation of what they were (Drop-Upcycling,
-    Nakamura et al., 2025, section 3.1). Neurons are rows (`axis` 0) or columns (1); which, `neurons` draws, the same in
-    all matrices of an expert, and the values `key`.
+    Without `std` these neurons are drawn again, with the mean and deviation of their old values (Drop-Upcycling,
+    Nakamura et al., 2025, section 3.1). Neurons are rows (`axis` 0) or columns (1). `neurons` seeds the choice of
+    neurons, which is the same in all matrices of an expert; `key` seeds the values.
     """
 
     neurons: str
@@ -137,7 +138,7 @@ class Noised(_OfOne):
     relative: bool = False
 
     def compute(self, bench: Bench) -> Tensor:
-        """Draw for the chosen neurons, and put that on them or in their place."""
+        """Choose the neurons, draw numbers for them, and add these to their values or replace the values."""
         import numpy as np
         import torch
 
@@ -157,12 +158,12 @@ class Noised(_OfOne):
 
 @dataclass(frozen=True)
 class Shuffled(_OfOne):
-    """The elements of `of` in a random order, drawn by `key` (OpT-DeUS, Table 7)."""
+    """The elements of `of` in a random order; `key` seeds the order (OpT-DeUS, Table 7)."""
 
     key: str
 
     def compute(self, bench: Bench) -> Tensor:
-        """Shuffle a copy in the element's own width: the order of bits, not of values, is what is shuffled."""
+        """Return a shuffled copy; elements are shuffled as unsigned integers, so every dtype works."""
         import numpy as np
         import torch
 

@@ -1,4 +1,4 @@
-"""What others than the base's full-precision weights give: adapters, models, prompts, quantised tensors.
+"""Recipes from other sources than the base's full-precision weights: adapters, models, prompts, quantised tensors.
 
 Matrices in the formats of compressed-tensors become plain numbers as that library unpacks them.
 """
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Quantised tensors: the sixteen values of four bits, and what an exponent of zero is stored as.
+# For MXFP4 tensors: the sixteen values of a four-bit code, and the stored number that means an exponent of zero.
 _FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
 
 
 @dataclass(frozen=True)
 class Imported(Recipe):
-    """The tensor `tensor` of an adapter or another model, which the plan calls `name`, rounded to nearest in `dtype`.
+    """The tensor `tensor` of an adapter or another model, called `name` in the plan, rounded to nearest in `dtype`.
 
-    `rows` are all, or those from the first number to before the second; `kept_columns` likewise.
+    `rows` is None for all rows, or (first, stop); `kept_columns` likewise for columns.
     """
 
     place: Place
@@ -40,25 +40,25 @@ class Imported(Recipe):
 
     @property
     def how(self) -> str:
-        """The tensor, and whose it is."""
+        """Describe it: the tensor, and the adapter or model it comes from."""
         return f"{self.tensor} of the {self.place} {self.name}"
 
     def compute(self, bench: Bench) -> Tensor:
-        """Read the tensor, and cut it."""
+        """Read the tensor and cut out the rows and columns."""
         found = bench.imported(self.place, self.name, self.tensor)
         found = found if self.rows is None else found[slice(*self.rows)]
         return found if self.kept_columns is None else found[:, slice(*self.kept_columns)]
 
     def columns(self, start: int, stop: int) -> Imported:
-        """Columns of a matrix."""
+        """Return the recipe of some columns of a matrix."""
         return replace(self, shape=(self.shape[0], stop - start), kept_columns=(start, stop))
 
 
 @dataclass(frozen=True)
 class Prompted(Recipe):
-    """A row for each list of `prompts`: what layer `layer`'s MLP reads of them on average, scaled to length `norm`.
+    """One row for each list in `prompts`: the mean input of layer `layer`'s MLP over them, scaled to length `norm`.
 
-    Before that, what it reads on average of the list in `against` of the same number, if there are any, is taken away.
+    Where `against` is given, the mean input over its list of the same number is subtracted before the scaling.
     """
 
     prompts: tuple[tuple[str, ...], ...]
@@ -69,7 +69,7 @@ class Prompted(Recipe):
     against: tuple[tuple[str, ...], ...] = ()
 
     def compute(self, bench: Bench) -> Tensor:
-        """Scale the rows of the layer."""
+        """Return the layer's rows, scaled."""
         return bench.prompted(self.prompts, self.against)[self.layer].mul(self.norm)
 
 
@@ -77,8 +77,8 @@ class Prompted(Recipe):
 class Dequantised(Recipe):
     """The numbers that a quantised tensor stands for: `weight` times its `scales`, rounded once to `dtype`.
 
-    `block` is rows by columns of FP8 numbers that share a scale. None: MXFP4, 32 numbers to an exponent, whose matrices
-    are stored the other way round than they are used.
+    `block` is (rows, columns) of FP8 numbers that share a scale. None: MXFP4, 32 numbers to an exponent, whose matrices
+    are stored transposed.
     """
 
     weight: Copy
@@ -89,17 +89,17 @@ class Dequantised(Recipe):
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """Weight and scales, as they are stored."""
+        """Return weight and scales, as they are stored."""
         return self.weight, self.scales
 
     def compute(self, bench: Bench) -> Tensor:
-        """Multiply in float32, where the product of a quantised number and its scale is exact, or rounded as little."""
+        """Multiply in float32, which holds the product of a quantised number and its scale exactly or nearly so."""
         import torch
 
         weight, scales = (bench.read(each) for each in (self.weight, self.scales))
         if self.block is None:
             made = torch.empty(self.shape)
-            # An expert at a time: codes take several times the memory of the numbers.
+            # One expert at a time: the codes take several times the memory of the numbers.
             experts = [t.reshape(-1, *t.shape[t.ndim - of :]) for t, of in ((weight, 3), (scales, 2), (made, 2))]
             for one, exponents, into in zip(*experts, strict=True):
                 codes = torch.stack([one & 15, one >> 4], dim=-1).flatten(-2).int()
@@ -117,9 +117,10 @@ class Dequantised(Recipe):
 
 @dataclass(frozen=True)
 class Unpacked(Recipe):
-    """(q − z) · s: `weight` holds q as `code` says, `zeros` z (none: 0) and `scales` s; `sizes` must say the shape.
+    """A matrix unpacked as (q − z) · s: q from `weight` in the format `code`, z from `zeros`, s from `scales`.
 
-    Products are rounded to the dtype of the scales, and then to `dtype`.
+    Without `zeros`, z is 0; `sizes`, if any, must equal the shape. Products are rounded to the dtype of the scales, and
+    then to `dtype`.
     """
 
     weight: Copy
@@ -132,11 +133,14 @@ class Unpacked(Recipe):
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """All of it, as it is stored."""
+        """Return all stored tensors that it is unpacked from."""
         return tuple(each for each in (self.weight, self.scales, self.zeros, self.sizes) if each is not None)
 
     def compute(self, bench: Bench) -> Tensor:
-        """Have the library unpack it. Raises ValueError for sizes that are not the matrix's, and where it fails."""
+        """Unpack the matrix with compressed-tensors.
+
+        Raises ValueError where `sizes` differs from the shape, and where the library fails.
+        """
         if self.sizes is not None and (told := bench.read(self.sizes).tolist()) != [*self.shape]:
             rows, columns = self.shape
             raise ValueError(

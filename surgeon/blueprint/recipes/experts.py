@@ -1,4 +1,4 @@
-"""One expert out of many: its share of a tensor that holds all of them, and the one that a router's row matches."""
+"""One expert out of many: its share of a tensor that holds all experts, and the expert that matches a router's row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OneExpert(Recipe):
-    """Expert `number`'s share of a tensor that holds all of them as `layout` says, a matrix as it is used."""
+    """Expert `number`'s share of a tensor that stores all experts in `layout`; matrices come outputs × inputs."""
 
     of: Recipe
     number: int
@@ -26,35 +26,35 @@ class OneExpert(Recipe):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the whole."""
+        """Return the dtype of the whole tensor."""
         return self.of.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the expert's share, as it is used."""
+        """Return the shape of the expert's share, as it is used."""
         return self.layout.used_shape(self.of.shape[1:])
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """The tensor of all experts."""
+        """Return the tensor of all experts."""
         return (self.of,)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Nothing whole where that is a tensor of the base: of it the expert's bytes alone are read."""
+        """Return nothing for a tensor of the base, as only the expert's bytes are read; else what `of` reads."""
         return self.of.reads if self.of.inputs else ()
 
     def compute(self, bench: Bench) -> Tensor:
-        """Take the share, and turn it as it is used."""
+        """Take the share and convert it from the stored layout to the used one."""
         return self.layout.used(self.of.nth(self.number, bench))
 
 
 @dataclass(frozen=True)
 class Matched(Recipe):
-    """Of `experts`, one tensor of each, that of the expert which the coupling `by` matches with expert `number`.
+    """One tensor out of `experts`: the tensor of the expert that the coupling `by` matches with expert `number`.
 
-    Which one that is, only the weights say: the expert of the same number stands for it where inputs are listed, so
-    that those of a whole layer are complete.
+    Only the weights decide which expert that is. Where inputs are listed, the expert of the same number is given
+    instead, so that the inputs of a whole layer are complete.
     """
 
     experts: tuple[Recipe, ...]
@@ -63,26 +63,26 @@ class Matched(Recipe):
 
     @property
     def dtype(self) -> str:
-        """The dtype that the tensors share."""
+        """Return the dtype that the tensors share."""
         return self.experts[self.number].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the tensors share."""
+        """Return the shape that the tensors share."""
         return self.experts[self.number].shape
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """The expert of the same number."""
+        """Return the tensor of the expert of the same number."""
         return (self.experts[self.number],)
 
     @property
     def own_maps(self) -> tuple[str, ...]:
-        """The coupling that matches experts."""
+        """Return the coupling that matches experts."""
         return (self.by,)
 
     def compute(self, bench: Bench) -> Tensor:
-        """The partner's tensor."""
+        """Return the matched expert's tensor."""
         from surgeon.transport.maps import AssignmentMap
 
         matching = bench.map_of(MapRef(self.by))
@@ -92,34 +92,34 @@ class Matched(Recipe):
 
 @dataclass(frozen=True)
 class Below(Recipe):
-    """Numbers of `shape` that are 2 less than the least of `of`, or by a 64th of its size where that is more."""
+    """A tensor of `shape` whose elements lie below the minimum of `of`: by 2, or 1/64 of its size if that is more."""
 
     of: Copy
     shape: tuple[int, ...]
 
     @property
     def dtype(self) -> str:
-        """The dtype of the numbers that these are below."""
+        """Return the dtype of `of`."""
         return self.of.dtype
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """The tensor that they are below."""
+        """Return the tensor `of`."""
         return (self.of,)
 
     def compute(self, bench: Bench) -> Tensor:
-        """The least, less the distance."""
+        """Return the minimum less the distance, in every element."""
         least = bench.working(self.of).min()
         return least.new_full(self.shape, float(below(least)))
 
 
 def below(least: Tensor) -> Tensor:
-    """A number that is below all whose scores are between 0 and 1 more than `least`, and stays so in bfloat16."""
+    """Return a number so far below `least` that scores between 0 and 1 cannot bridge the gap, in bfloat16 too."""
     return least - (least.abs() / 64).clamp_min(2.0)
 
 
 def one_expert(of: Recipe, number: int, layout: ExpertLayout) -> Recipe:
-    """Expert `number`'s share of a tensor of all experts, the simplest recipe that makes it."""
+    """Return expert `number`'s share of a tensor of all experts, as the simplest recipe that makes it."""
     match of:
         case Joined(experts, layout=stored) if stored == layout:
             return experts[number]

@@ -1,6 +1,6 @@
-"""What is made of one tensor of two layers: fused by optimal transport, averaged, interpolated; and sums of several.
+"""Recipes made of one tensor of two layers (fused by optimal transport, averaged, interpolated), and sums of several.
 
-Transport maps are data: what several recipes share, named, solved once, freed after its last user.
+Transport maps are data that several recipes share by name: a map is solved once and freed after its last user.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _OfTwo(Recipe):
-    """What is made of one tensor of two layers: `first` of the lower, `second` of the upper one."""
+    """A recipe made of one tensor of two layers: `first` of the lower layer, `second` of the upper one."""
 
     first: Recipe
     second: Recipe
 
     @property
     def dtype(self) -> str:
-        """The dtype of the second source."""
+        """Return the dtype of the second tensor."""
         return self.second.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of both sources."""
+        """Return the shape of both tensors."""
         return self.second.shape
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """Both tensors."""
+        """Return both tensors."""
         return self.first, self.second
 
 
 @dataclass(frozen=True)
 class Fused(_OfTwo):
-    """½ (T_outᵀ · first · T_in + second), block of rows by block (OpT-DeUS, Algorithm 1, lines 6, 8, 9).
+    """½ (T_outᵀ · first · T_in + second), for each block of rows (OpT-DeUS, Algorithm 1, lines 6, 8, 9).
 
     A vector (bias, norm scale) has no input side: ½ (T_outᵀ · first + second). Without blocks it is the plain average.
     """
@@ -53,18 +53,18 @@ class Fused(_OfTwo):
 
     @property
     def how(self) -> str:
-        """Both tensors, and which maps align their rows and columns."""
+        """Describe it: both tensors, and the maps that align their rows and columns."""
         aligned = f", aligned by {listed(self.own_maps)}" if self.own_maps else ""
         return f"the average of {listed(self.sources)}{aligned}"
 
     @property
     def own_maps(self) -> tuple[str, ...]:
-        """The maps of its blocks."""
+        """Return the names of the maps of its blocks."""
         refs = (ref.coupling for block in self.blocks for ref in (block.t_in, block.t_out))
         return tuple(dict.fromkeys(name for name in refs if name is not None))
 
     def compute(self, bench: Bench) -> Tensor:
-        """Align the lower tensor, add it to the upper one, and halve."""
+        """Align the lower tensor, add it to the upper one, and halve the sum."""
         upper, lower = bench.working(self.second), bench.working(self.first)
         if not self.blocks:
             return upper.add_(lower).mul_(0.5)
@@ -79,7 +79,7 @@ class Fused(_OfTwo):
 
     @staticmethod
     def _aligned(lower: Tensor, block: Block, bench: Bench) -> Tensor:
-        """Rows of a matrix along both maps; a map was solved for rows whose columns are aligned already."""
+        """Return a matrix's rows aligned along both maps; an `own` map was solved after columns were aligned."""
         if block.t_out.coupling is None:
             return bench.align_columns(lower, block.t_in)
         if not block.own:
@@ -91,10 +91,10 @@ class Fused(_OfTwo):
 
 @dataclass(frozen=True)
 class Units(Recipe):
-    """Of so many `units` all that tensors hold of each, a row for each; over √rows, so that its distances are a mean.
+    """One row for each of `units`, with everything that the tensors hold for the unit.
 
-    `parts` are tensors with the map of their columns, the axis along which units lie, where they begin, and how many
-    numbers of the axis each has.
+    Rows are divided by √rows, so that their distances are a mean. `parts` are tuples of a tensor, the map of its
+    columns, the axis along which units lie, where they begin, and how many numbers of the axis each unit has.
     """
 
     parts: tuple[tuple[Recipe, MapRef, int, int, int], ...]
@@ -102,27 +102,27 @@ class Units(Recipe):
 
     @property
     def dtype(self) -> str:
-        """Of full precision: it is compared, and stands in no file."""
+        """Return full precision: the rows are only compared, and are stored in no file."""
         return "F32"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Units by what is held of each."""
+        """Return (units, numbers held for each unit)."""
         held = [each * part.numel // part.shape[axis] for part, _, axis, _, each in self.parts]
         return self.units, sum(held)
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """The tensors."""
+        """Return the tensors."""
         return tuple(part for part, *_ in self.parts)
 
     @property
     def own_maps(self) -> tuple[str, ...]:
-        """The maps of their columns."""
+        """Return the names of the maps of their columns."""
         return tuple(dict.fromkeys(t_in.coupling for _, t_in, *_ in self.parts if t_in.coupling is not None))
 
     def compute(self, bench: Bench) -> Tensor:
-        """Align, cut and join them."""
+        """Align the tensors, cut them into units and join the results."""
         import torch
 
         held = []
@@ -135,7 +135,7 @@ class Units(Recipe):
 
 
 def average(first: Recipe, second: Recipe) -> Fused:
-    """½ (first + second), element by element."""
+    """Return the recipe of ½ (first + second), element by element."""
     return Fused(first, second)
 
 
@@ -143,20 +143,20 @@ def average(first: Recipe, second: Recipe) -> Fused:
 class Interpolated(_OfTwo):
     """first + α (second - first), element by element, rounded once (Control LLM, Lerp8MSE0*M).
 
-    `first` is of the pretrained branch and `second` of the expanded one. `alpha` is the share of `second`; a recipe of
-    one number is its logit.
+    `first` is of the pretrained branch and `second` of the expanded one. `alpha` is the share of `second`; where it is
+    a recipe of one number, that number is the logit of the share.
     """
 
     alpha: float | Recipe
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """Both tensors, and α where it is one."""
+        """Return both tensors, and α where it is a recipe."""
         both = (self.first, self.second)
         return both if isinstance(self.alpha, float) else (*both, self.alpha)
 
     def compute(self, bench: Bench) -> Tensor:
-        """Interpolate as `torch.lerp` does, which is exact where both are equal."""
+        """Interpolate as `torch.lerp` does, which is exact where both tensors are equal."""
         import torch
 
         share = self.alpha if isinstance(self.alpha, float) else float(torch.sigmoid(bench.working(self.alpha)))
@@ -173,21 +173,21 @@ class Summed(Recipe):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the first term."""
+        """Return the dtype of the first term."""
         return self.terms[0].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the terms share."""
+        """Return the shape that the terms share."""
         return self.terms[0].shape
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """The terms."""
+        """Return the terms."""
         return self.terms
 
     def compute(self, bench: Bench) -> Tensor:
-        """Add up, from the first term on."""
+        """Add up the terms in order."""
         total = bench.working(self.terms[0]).mul_(self.factors[0])
         for term, factor in zip(self.terms[1:], self.factors[1:], strict=True):
             total.add_(bench.working(term), alpha=factor)
@@ -195,15 +195,15 @@ class Summed(Recipe):
 
 
 def columns(of: Copy | Imported, start: int, stop: int, factor: float) -> Summed:
-    """Columns `start:stop` of a matrix, times `factor`."""
+    """Return the recipe of columns `start:stop` of a matrix, times `factor`."""
     return Summed((of.columns(start, stop),), (factor,))
 
 
 @dataclass(frozen=True, slots=True)
 class WholeHeads:
-    """Couplings solved together, whole attention heads onto whole heads: those named, of query, key and value.
+    """The couplings of query, key and value, solved together so that whole attention heads map onto whole heads.
 
-    `output` is the attention output of both layers, whose columns count in the comparison of heads.
+    `output` is the attention output weight of both layers, whose columns count in the comparison of heads.
     """
 
     query: str
@@ -216,13 +216,13 @@ class WholeHeads:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """The couplings of query, key and value."""
+        """Return the names of the couplings of query, key and value."""
         return self.query, self.key, self.value
 
 
 @dataclass(frozen=True, slots=True)
 class TextSupport:
-    """Rows are compared by their modules' outputs on the first `samples` tokens of a text, in windows."""
+    """Settings to compare rows by their modules' outputs on the first `samples` tokens of a text, in windows."""
 
     text: str
     samples: int
@@ -231,13 +231,13 @@ class TextSupport:
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """A transport map that several recipes share: rows `start:stop` of `first` (after `t_in`) onto those of `second`.
+    """A transport map that several recipes share, from rows of `first` (after `t_in`) onto rows of `second`.
 
-    `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as sorted pairs so
-    that this stays plain data. With `whole_heads` it is one of three that are solved together. `support` None compares
-    the rows themselves; else `first` and `second` are tensors of the base, whose modules are run. With `groups` the
-    rows are those of routers, and the map is a permutation of experts, which form so many groups. `cost_first` compares
-    the rows of `first` before `t_in`, which then only moves them.
+    The rows are `start:stop`. `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as
+    sorted pairs so that this stays plain data. With `whole_heads` it is one of three couplings that are solved
+    together. `support` None compares the rows themselves; otherwise `first` and `second` are tensors of the base, whose
+    modules are run. With `groups` the rows are router rows, and the map is a permutation of experts, which form so many
+    groups. `cost_first` compares the rows of `first` before `t_in`, which then only moves them.
     """
 
     name: str
@@ -254,7 +254,7 @@ class Coupling:
 
     @property
     def needs(self) -> Iterator[str]:
-        """Names of the couplings that are solved with it or before it."""
+        """Yield the names of the couplings that are solved with it or before it."""
         made_from = [self.first, self.second]
         if self.whole_heads is not None:
             yield from self.whole_heads.names

@@ -13,17 +13,17 @@ from surgeon.blueprint.recipes.recipe import Bench, Recipe, row_batches
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Products in float32 with few rows on the CPU take so many output columns at once (measured with MKL on AVX-512, one
-# thread and two: results/head_width.md): the last V mod 4 logits are summed in another order, and of a head with more
-# rows these stand within a whole block.
+# The CPU computes float32 products with few rows in blocks of so many output columns (measured with MKL on AVX-512, one
+# thread and two: results/head_width.md). The last V mod 4 logits are summed in another order; in a head with more rows
+# these columns are inside a whole block.
 HEAD_BLOCK = 4
 
 
 @dataclass(frozen=True)
 class Means(Recipe):
-    """Rows, each the mean of rows of the tensor `of`: those that its entry in `made_of` names, or (empty) of all.
+    """New rows, each the mean of the rows of `of` that its entry in `made_of` names (empty: of all rows).
 
-    Sums are in float64 and rounded once. `first` is the row of the whole at which they begin.
+    Sums are in float64 and rounded once. `first` is the row of the whole tensor at which the new rows begin.
     """
 
     of: Copy
@@ -32,32 +32,32 @@ class Means(Recipe):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the tensor."""
+        """Return the dtype of `of`."""
         return self.of.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """A row for each entry."""
+        """Return a shape with one row for each entry."""
         return (len(self.made_of), *self.of.shape[1:])
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """The tensor."""
+        """Return the tensor `of`."""
         return (self.of,)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Nothing whole: embeddings may take gigabytes, so rows are read a few at a time."""
+        """Return nothing: embeddings may take gigabytes, so rows are read a few at a time."""
         return ()
 
     def compute(self, bench: Bench) -> Tensor:
-        """All rows at once."""
+        """Return all rows at once."""
         import torch
 
         return torch.cat([*self.compute_in_pieces(bench)])
 
     def compute_in_pieces(self, bench: Bench) -> Iterator[Tensor]:
-        """A few rows after the other."""
+        """Yield the rows a few at a time."""
         import torch
 
         every = None if all(self.made_of) else self._of_all(bench)
@@ -70,7 +70,7 @@ class Means(Recipe):
             )
 
     def _of_all(self, bench: Bench) -> Tensor:
-        """The mean of all rows."""
+        """Return the mean of all rows."""
         import torch
 
         total = torch.zeros(self.of.shape[1:], dtype=torch.float64)
@@ -80,9 +80,9 @@ class Means(Recipe):
 
 
 def extended(of: Copy, made_of: tuple[tuple[int, ...], ...], first: int | None = None) -> Joined:
-    """The tensor `of` with more rows below its own, each the mean of those of its rows that its entry names.
+    """Return `of` with more rows, each the mean of the rows of `of` that its entry names.
 
-    They begin at row `first` where that is no token's, in the place of rows of its own.
+    The new rows begin at row `first` where `of` has spare rows there that belong to no token, which they replace.
     """
     rows = of.shape[0]
     more = Means(of, made_of, rows if first is None else first)
@@ -92,7 +92,7 @@ def extended(of: Copy, made_of: tuple[tuple[int, ...], ...], first: int | None =
 
 
 def _summed(rows: Tensor) -> Tensor:
-    """The sum of a few rows in float64; threads that wait for each other would take longer than the sum."""
+    """Return the sum of a few rows in float64, on one thread: threads would wait longer than the sum takes."""
     from surgeon.common.devices import one_thread
 
     with one_thread():

@@ -1,1 +1,1 @@
-"""What edits measure of a base by running it: modules that import torch."""
+"""Measurements that edits make by running a base: modules that import torch."""

@@ -1,8 +1,8 @@
-"""What each expert of a mixture is worth on a text: the base is run, and run again without some of them.
+"""The worth of each expert of a mixture on a text: the base runs whole, and again without some experts.
 
-REAP (Lasby et al. 2025): S_j = the mean, over the tokens that the router sends to expert j, of g_j(x) · ‖f_j(x)‖, with
-the weight g_j that the layer gives it and its output f_j. Frequency: how many tokens are sent to j. Loss: what the loss
-grows by where j alone is gone. Weights of one layer at a time are in memory.
+REAP (Lasby et al. 2025): S_j is the mean, over the tokens that the router sends to expert j, of g_j(x) · ‖f_j(x)‖, with
+the weight g_j that the layer gives to the expert and its output f_j. Frequency: how many tokens are sent to j. Loss:
+the growth of the loss without only expert j. The weights of one layer at a time are in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class Estimate(NamedTuple):
 
 @dataclass
 class _Block:
-    """The experts of one layer: their module, what has rows for each (owner, key, axis, how many), who counts them."""
+    """The experts of one layer in memory.
+
+    `held` lists the tensors with a slice per expert as (owner, key, axis), `counters` the attributes that hold the
+    number of experts as (module, name). `kept` and `buffers` are set while some experts are removed.
+    """
 
     layer: nn.Module
     experts: nn.Module
@@ -55,7 +59,7 @@ class _Block:
 
 
 class Experts:
-    """A base and two parts of a text: on the first experts are judged, on the other it is measured what they cost."""
+    """A base and two parts of a text: experts are judged on the first, and their cost is measured on the second."""
 
     def __init__(self, folder: CheckpointFolder, layers: Mapping[int, int], judged: Tensor, measured: Tensor) -> None:
         self.model = StreamedModel(folder, device=devices.resolve("auto"))
@@ -79,10 +83,10 @@ class Experts:
         window: int,
         windows: int,
     ) -> Experts:
-        """Read the texts by the base's tokenizer: one, and another that is kept out of what experts are judged by.
+        """Tokenise the texts with the base's tokenizer: one to judge experts by, and a held-out one.
 
-        `layers` says how many experts each layer has that has some. Without another one, it is what follows in the
-        first. Raises BadInput where one is too short, or the base cannot be run.
+        `layers` maps each layer with experts to their number. Without a held-out text, windows that follow in the first
+        text are held out. Raises BadInput where a text is too short, or the base cannot be run.
         """
         first, other = texts
         judged = _windows(base, first, window, windows if other else 2 * windows, vocabulary)
@@ -91,23 +95,23 @@ class Experts:
 
     @property
     def before(self) -> Estimate:
-        """The base's loss on what is kept out, in nats a token."""
+        """Return the base's loss on the held-out text, in nats a token."""
         return _estimate(self._before)
 
     def scores(self, by: By) -> dict[int, list[float]]:
-        """What each expert of each layer is worth."""
+        """Return the score of each expert, by layer."""
         if by == "loss":
             return self._costs()
         found = self.reap if by == "reap" else self.frequency
         return {layer: values.tolist() for layer, values in found.items()}
 
     def cost(self, kept: Kept) -> Estimate:
-        """What the loss on what is kept out grows by where only these experts stay, window by window."""
+        """Return how the held-out loss grows where only these experts stay: the mean over windows, and its interval."""
         with self._only(kept):
             return _estimate(self._losses(self._measured) - self._before)
 
     def _costs(self) -> dict[int, list[float]]:
-        """What the loss on the judged text grows by without each expert alone."""
+        """Return the growth of the loss on the judged text without each single expert."""
         before = float(self._losses(self._judged).mean())
         found: dict[int, list[float]] = {}
         for layer, block in self._blocks.items():
@@ -118,7 +122,7 @@ class Experts:
         return found
 
     def _judge(self) -> None:
-        """Run the base on the judged text, and add up what each expert does."""
+        """Run the base on the judged text, and add up each expert's outputs."""
         handles = [
             block.experts.register_forward_pre_hook(
                 lambda module, given, named, layer=layer: self._add(layer, module, [*given, *named.values()]),
@@ -133,7 +137,7 @@ class Experts:
             total.div_(self.frequency[layer].clamp_min(1))
 
     def _add(self, layer: int, module: nn.Module, given: list[Any]) -> None:
-        """Each expert is run on its tokens alone, with a weight of one."""
+        """Run each expert on only its own tokens, with a weight of one, and add up norms and counts."""
         states, index, weights = _given(given, layer)
         for number in torch.unique(index).tolist():
             at = (index == number).nonzero()
@@ -145,7 +149,7 @@ class Experts:
             self.frequency[layer][number] += len(own)
 
     def _losses(self, ids: Tensor) -> Tensor:
-        """Each window's mean loss. Raises BadInput where the model cannot be run, or a loss is not finite."""
+        """Return each window's mean loss. Raises BadInput where the model cannot be run, or a loss is not finite."""
         found: list[Tensor] = []
         vocabulary = int(self.model.module.get_input_embeddings().num_embeddings)
         for batch in torch.split(ids, max(1, _MOST_LOGITS // (ids.shape[1] * vocabulary))):
@@ -162,7 +166,7 @@ class Experts:
 
     @contextmanager
     def _only(self, kept: Kept) -> Iterator[None]:
-        """Have the layers hold these experts alone, as a model of their number would."""
+        """Reduce the layers to these experts within the context, as in a model with so many experts."""
         blocks = [(self._blocks[layer], torch.tensor(list(numbers))) for layer, numbers in kept.items()]
         handles = []
         for block, numbers in blocks:
@@ -184,7 +188,7 @@ class Experts:
 
 
 def _cut(block: _Block) -> None:
-    """Take the rows of experts that are gone out of weights that were just read, and of buffers."""
+    """Remove the rows of missing experts from weights that were just read, and from buffers."""
     assert block.kept is not None
     stored = {(id(owner), key): value for owner, key, value in block.buffers}
     for owner, key, axis in block.held:
@@ -198,7 +202,7 @@ def _cut(block: _Block) -> None:
 
 
 def _block(layer: nn.Module, number: int, count: int) -> _Block:
-    """The experts of a layer in memory. Raises BadInput where they are not in one module."""
+    """Return the experts of a layer in memory. Raises BadInput where they are not in one module."""
     found = [
         path
         for path, module in layer.named_modules()
@@ -228,7 +232,10 @@ def _block(layer: nn.Module, number: int, count: int) -> _Block:
 
 
 def _given(given: list[Any], layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """States, experts and weights of each token, as the experts' module gets them."""
+    """Return states, expert numbers and weights of the tokens, from the inputs of the experts' module.
+
+    Raises BadInput where the inputs have another form.
+    """
     tensors = [each for each in given if isinstance(each, Tensor)]
     if len(tensors) == 3:
         states, index, weights = tensors

@@ -1,4 +1,4 @@
-"""A dense base as experts are made of it: its MLP and attention, by the names in its layers."""
+"""A dense base from which experts are made: its MLP and attention, by the names in its layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from surgeon.anatomy.skeleton import Skeleton
 from surgeon.errors import BadInput, printable
 
 Form = Literal["shared", "copies"]
-# What a plan can do instead.
+# The alternative that error messages offer.
 BESIDE = "use `form: shared` without `target`, which brings modules of its own"
 
 QUERY, KEY, VALUE, JOINT = (f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "qkv_proj"))
 STEM = "model.layers."
-# Gate, up and down of an FFN by their names below a layer. Gate and up of one name are halves of one matrix; an FFN
-# without a gate has an empty one.
+# Names of an FFN's gate, up and down below a layer. Where gate and up have the same name, they are halves of one
+# matrix; an FFN without a gate has an empty name.
 _FFNS = (
     ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     ("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj"),
@@ -30,10 +30,10 @@ _FFNS = (
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a mixture is to be: `experts` copies of the base's MLP, each cut into `segments`, `top_k` of them a token.
+    """The wanted mixture: `experts` copies of the base's MLP, each cut into `segments`; a token takes `top_k` copies.
 
     So there are experts · segments experts, of which top_k · segments are chosen. `balance` is the coefficient of the
-    loss that spreads tokens over experts; 0 is none. `plain` are the layers that keep their MLP.
+    loss that spreads tokens over experts; 0 means no such loss. `plain` are the layers that keep their MLP.
     """
 
     form: Form
@@ -45,21 +45,21 @@ class Mixture:
 
     @property
     def count(self) -> int:
-        """How many experts a layer has."""
+        """Return how many experts a layer has."""
         return self.experts * self.segments
 
     @property
     def chosen(self) -> int:
-        """How many of them a token takes."""
+        """Return how many of them a token takes."""
         return self.top_k * self.segments
 
 
 class NoTarget(BadInput):
-    """No class of transformers that is known here holds a base; any that a plan may ask for by name was tried."""
+    """The error where no class known here holds a base; the named class, or every class, was tried."""
 
 
 def check_divides(mixture: Mixture, width: int) -> None:
-    """Raise BadInput where an FFN of so many neurons cannot be cut into the mixture's segments."""
+    """Raise BadInput where an FFN of `width` neurons cannot be cut into the mixture's segments."""
     if width % mixture.segments:
         raise BadInput(
             f"`fine_grained: {mixture.segments}` does not divide the {width} neurons of its MLP; give a divisor"
@@ -70,7 +70,7 @@ def check_divides(mixture: Mixture, width: int) -> None:
 class Dense:
     """A base: its config.json, the same with transformers' defaults (`full`), and the shapes in each layer, by suffix.
 
-    `stem` is what the names of layers begin with.
+    The names of layers begin with `stem`.
     """
 
     config: Mapping[str, Any]
@@ -86,13 +86,13 @@ class Dense:
         layers: Iterable[Mapping[str, tuple[int, ...]]],
         stem: str = STEM,
     ) -> Dense:
-        """A base by what transformers builds of it. Raises NoTarget where its layers are not what classes have."""
+        """Return a base as transformers builds it. Raises NoTarget where its layers fit no class."""
         dense = cls(config, skeleton.text.to_dict(), tuple(layers), stem)
         dense.check()
         return dense
 
     def check(self) -> None:
-        """Raise NoTarget for layers that have no FFN of plain matrices, BadInput where all FFNs have experts."""
+        """Raise NoTarget for layers without an FFN of plain matrices, BadInput where all FFNs have experts."""
         mixed = next((index for index, shapes in enumerate(self.layers) if _experts_in(shapes)), None)
         if mixed is not None and self.holders:
             raise NoTarget(
@@ -119,33 +119,33 @@ class Dense:
 
     @functools.cached_property
     def ffn(self) -> tuple[str, str, str]:
-        """The names of gate, up and down below a layer."""
+        """Return the names of gate, up and down below a layer."""
         return next(names for names in _FFNS if any(_has(shapes, names) for shapes in self.layers))
 
     @functools.cached_property
     def holders(self) -> tuple[int, ...]:
-        """The layers that have the FFN; none where no layer has one that is known."""
+        """Return the layers that have the FFN; none where no layer has a known one."""
         held = ([i for i, shapes in enumerate(self.layers) if _has(shapes, names)] for names in _FFNS)
         return tuple(next((found for found in held if found), ()))
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes in the first layer that has the FFN."""
+        """Return the shapes in the first layer that has the FFN."""
         return self.layers[self.holders[0]]
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """The suffixes of the FFN's matrices, each once."""
+        """Return the suffixes of the FFN's matrices, each once."""
         return tuple(dict.fromkeys(f"{name}.weight" for name in self.ffn if name))
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Gate, up and down as far as the FFN has them."""
+        """Return the roles of the FFN's matrices: gate (if it has one), up and down."""
         return ("gate", "up", "down")[not self.ffn[0] :]
 
     @functools.cached_property
     def kinds(self) -> dict[int, Mapping[str, tuple[int, ...]]]:
-        """The layers that hold other tensors than all before them, by number."""
+        """Return, by number, the layers whose tensors differ from those of all earlier layers."""
         found: dict[int, Mapping[str, tuple[int, ...]]] = {}
         for index, shapes in enumerate(self.layers):
             if all(shapes != other for other in found.values()):
@@ -154,33 +154,33 @@ class Dense:
 
     @property
     def width(self) -> int:
-        """How many neurons the MLP has."""
+        """Return how many neurons the MLP has."""
         return self.shapes[self.matrices[-1]][1]
 
     @property
     def hidden(self) -> int:
-        """The width of the residual stream."""
+        """Return the width of the residual stream."""
         return self.shapes[self.matrices[-1]][0]
 
     @property
     def fused(self) -> bool:
-        """Whether gate and up are one matrix."""
+        """Return whether gate and up are one matrix."""
         return self.ffn[0] == self.ffn[1]
 
     @property
     def head_dim(self) -> int:
-        """The size of an attention head."""
+        """Return the size of an attention head."""
         return int(self.full.get("head_dim") or self.full["hidden_size"] // self.full["num_attention_heads"])
 
     @property
     def heads(self) -> tuple[int, int]:
-        """How many heads queries have, and keys and values."""
+        """Return the numbers of query heads and of key-value heads."""
         heads = int(self.full["num_attention_heads"])
         return heads, int(self.full.get("num_key_value_heads") or heads)
 
     @property
     def window(self) -> int | None:
-        """The attention window of all layers; None where there is none, or none that shortens anything.
+        """Return the attention window of all layers; None where there is none, or it covers every position.
 
         Raises BadInput where layers differ in it.
         """
@@ -196,7 +196,7 @@ class Dense:
         return int(window)
 
     def source(self, role: str) -> Take:
-        """Where the rows of a matrix of attention or MLP stand in the base's layer."""
+        """Return the rows of the base's layer that hold a matrix of attention or MLP."""
         gate, up, down = (f"{name}.weight" for name in self.ffn)
         whole = {"gate": gate, "up": up, "down": down, "query": QUERY, "key": KEY, "value": VALUE}[role]
         if self.fused and role in ("gate", "up"):
@@ -214,13 +214,13 @@ def _has(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, str, str]) -> 
 
 
 def check_no_experts(suffixes: Iterable[str]) -> None:
-    """Raise BadInput where a layer's tensors, by suffix, have experts among them."""
+    """Raise BadInput where a layer's tensors, by suffix, include experts."""
     if experts := _experts_in(suffixes):
         raise BadInput(f"{printable(experts)}: the base is a mixture of experts already; use its dense original")
 
 
 def _experts_in(suffixes: Iterable[str]) -> str:
-    """The first tensor of experts; empty where there is none."""
+    """Return the first suffix of an expert's tensor; empty where there is none."""
     return next((suffix for suffix in suffixes if "expert" in suffix or "moe." in suffix), "")
 
 
@@ -233,6 +233,6 @@ class Take:
     stop: int
 
     def part(self, number: int, of: int) -> Take:
-        """Part `number` of these rows, cut into `of` equal ones."""
+        """Return part `number` of these rows, cut into `of` equal parts."""
         size = (self.stop - self.start) // of
         return Take(self.suffix, self.start + number * size, self.start + (number + 1) * size)

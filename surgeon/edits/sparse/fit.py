@@ -1,4 +1,4 @@
-"""Which class holds a base: both are built, all tensors must fit, and a tiny twin must give the same logits."""
+"""The search for a class that holds a base: both are built, all tensors must fit, and tiny twins must agree."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from surgeon.errors import BadInput, printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Products of many experts at once (torch's grouped_mm) take rows of a multiple of 16 bytes: so many numbers of 16 bits.
+# torch's grouped_mm, which multiplies many experts at once, needs rows of a multiple of 16 bytes: 8 numbers of 16 bits.
 _GROUPED = 8
-# Of the twin's largest logit: what rounding makes of one function.
+# The share of the twin's largest logit by which rounding may change one function's logits.
 _ROUNDING = 1e-4
 
 
 def dense_of(config: Mapping[str, Any], layers: Sequence[Mapping[str, tuple[int, ...]]], stem: str) -> Dense:
-    """A base by its config.json and the shapes in its layers, whose names begin with `stem`.
+    """Return a base by its config.json and the shapes in its layers, whose names begin with `stem`.
 
     Raises NoTarget where no class is known that could hold such layers with experts in them.
     """
@@ -42,9 +42,9 @@ def dense_of(config: Mapping[str, Any], layers: Sequence[Mapping[str, tuple[int,
 
 
 def target_for(dense: Dense, mixture: Mixture, named: str | None = None) -> Target:
-    """The class that holds a base as such a mixture; `named` is the one that a plan chooses.
+    """Return the class that holds a base as such a mixture; `named` is the class that a plan chooses.
 
-    Raises NoTarget where none of them does, with the reason of each.
+    Raises NoTarget where no class does, with the reason for each.
     """
     check_divides(mixture, dense.width)
     own = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
@@ -57,7 +57,7 @@ def target_for(dense: Dense, mixture: Mixture, named: str | None = None) -> Targ
         wrong = refusal or _why_not(dense, target, mixture.segments, first)
         return wrong or (uneven if dense.width % _GROUPED else "")
 
-    # Of each reason the classes that it rules out.
+    # For each reason, the classes that it rules out.
     reasons: dict[str, list[str]] = {}
     for target in asked:
         wrong = why_not(target)
@@ -85,7 +85,7 @@ def _type(dense: Dense) -> str:
 
 
 def _far(dense: Dense) -> str:
-    """Why no class is even tried, in a few words."""
+    """Describe why no class is even tried."""
     if dense.stem != STEM:
         return f"its layers are called `{printable(dense.stem)}0.…`, and those of the classes `{STEM}0.…`"
     if len(dense.kinds) > 1:
@@ -95,7 +95,7 @@ def _far(dense: Dense) -> str:
 
 
 def _check_segments(dense: Dense, mixture: Mixture) -> None:
-    """Raise BadInput for experts that are cut into pieces that transformers cannot multiply."""
+    """Raise BadInput where experts are cut into pieces of a size that transformers cannot multiply."""
     width = dense.width // mixture.segments
     if width % _GROUPED:
         fitting = [n for n in range(2, mixture.segments) if dense.width % (n * _GROUPED) == 0]
@@ -114,8 +114,8 @@ def _dense(told: str) -> Dense:
 
 @functools.lru_cache(maxsize=64)
 def _why_not(dense: Dense, target: Target, segments: int, plain: tuple[int, ...]) -> str:
-    """Why a class does not hold a base, in a few words; empty where it does. `plain` are layers that keep their MLP."""
-    # Few experts show it as many do.
+    """Describe why a class does not hold a base; empty where it does. `plain` are layers that keep their MLP."""
+    # A few experts suffice for this test.
     mixture = Mixture(target.form, experts=4, top_k=2, segments=segments)
     try:
         skeleton, other = build(dense.config), build(target.config(dense, mixture))
@@ -127,8 +127,8 @@ def _why_not(dense: Dense, target: Target, segments: int, plain: tuple[int, ...]
 
 
 def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, other: Skeleton) -> str:
-    """The first tensor of the class that nothing of the base's becomes, or the other way round; empty where all fit."""
-    # Tensors outside the layers, then those of layers.
+    """Describe the first tensor that only one of class and base has, or that differs in size; empty where all fit."""
+    # Tensors outside the layers, then those of the layers.
     planned = {name: shape for name, shape in skeleton.shapes.items() if not name.startswith(f"{skeleton.stack}.")}
     for index, shapes in dense.kinds.items():
         stem = f"{skeleton.stack}.{index}."
@@ -160,7 +160,7 @@ def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, 
 
 
 def _unlike(target: Target, base: Dense, plain: tuple[int, ...]) -> str:
-    """How a tiny twin of the base computes something else as this class; empty where it gives the same logits.
+    """Describe how a tiny twin's logits differ in this class; empty where they are the same.
 
     Layers in `plain` keep the MLP.
     """
@@ -184,7 +184,7 @@ def _unlike(target: Target, base: Dense, plain: tuple[int, ...]) -> str:
             dropped = target.dropped(dense, plain=kept) if holds else set()
             tensors |= {f"{stem}{index}.{s}": v for s, v in layer.items() if s not in dropped}
             for made in (target.plain_layer(dense) if kept else target.layer(dense, mixture)) if holds else ():
-                # Elsewhere a buffer, which is there.
+                # Otherwise the bias is a buffer, which the model already has.
                 if made.role != "bias" or target.row:
                     tensors[f"{stem}{index}.{made.suffix}"] = _of_twin(made, layer, target.form, draws)
         with torch.random.fork_rng(devices=[]):
@@ -205,7 +205,7 @@ def _unlike(target: Target, base: Dense, plain: tuple[int, ...]) -> str:
 
 
 def _of_twin(made: Made, own: Mapping[str, Tensor], form: Form, draws: Any) -> Tensor:
-    """A tensor of a twin's layer, whose experts' outputs are zero beside a shared one."""
+    """Return a tensor of a twin's layer; with a shared expert, the other experts' outputs are zero."""
     import torch
 
     if made.role == "router":

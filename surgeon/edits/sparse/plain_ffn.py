@@ -1,4 +1,4 @@
-"""FFNs of plain matrices, of which routed experts beside the model's own can begin as copies."""
+"""FFNs of plain matrices, which routed experts next to the model's own FFN can copy at birth."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _READING: tuple[Role, ...] = ("gate", "up")
 
 @dataclass(frozen=True)
 class PlainFFN:
-    """An FFN of plain matrices: of what reads, gate before up, the rows of its weight and (or none) of its bias.
+    """An FFN of plain matrices; `reading` maps gate and up, in this order, to the rows of weight and bias (or None).
 
-    `down` is the suffix of the matrix that writes, `width` how many neurons there are.
+    `down` is the suffix of the matrix that writes, `width` the number of neurons.
     """
 
     reading: Mapping[Role, tuple[Take, Take | None]]
@@ -33,20 +33,20 @@ class PlainFFN:
 
     @property
     def biased(self) -> bool:
-        """Whether all that reads has biases."""
+        """Return whether all projections that read have biases."""
         return all(bias is not None for _, bias in self.reading.values())
 
     def settings(self, activation: str) -> dict[str, Any]:
-        """What an entry of `routed_experts` says beyond the usual: no gate, biases, an activation of their own."""
+        """Return the settings of a `routed_experts` entry that differ from the usual: no gate, biases, activation."""
         made: dict[str, Any] = {} if "gate" in self.reading else {"gated": False}
         made |= {"biased": True} if self.biased else {}
         return made | ({"activation": activation} if activation else {})
 
 
 def dense_sites(draft: Draft, selector: LayerSelector) -> dict[int, PlainFFN]:
-    """The layers that the selector matches, each with its FFN; of `all` those that have a plain one.
+    """Return the layers that the selector matches, each with its FFN; for `all`, only layers with a plain FFN.
 
-    Raises BadInput where a layer that is matched otherwise, or every layer, has none.
+    Raises BadInput where another selector matches a layer without a plain FFN, or no layer has one.
     """
     sites = select_sites(draft, selector, FFN)
     found = {index: ffn for index in sites if (ffn := _plain_ffn(draft.kind_of(index).parts)) is not None}
@@ -87,7 +87,7 @@ def _plain_ffn(parts: tuple[Part, ...]) -> PlainFFN | None:
 
 
 def routed_tensors(ffn: PlainFFN, mixture: Mixture, hidden: int) -> list[Made]:
-    """The tensors of a layer's routed experts, each all experts' in one."""
+    """Return the tensors of a layer's routed experts; each tensor holds all experts."""
     size = ffn.width // mixture.segments
     numbers = [expert % mixture.segments for expert in range(mixture.count)]
 

@@ -1,4 +1,4 @@
-"""A class of transformers that mixes experts: its config.json, and the tensors of its layers, made of a base's."""
+"""A mixture class of transformers: its config.json, and its layers' tensors, made from a base's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Literal
 from surgeon.edits.sparse.dense import JOINT, KEY, QUERY, STEM, VALUE, Dense, Form, Mixture, Take
 from surgeon.errors import BadInput
 
-# Half of a matrix has another kernel for its activation where its width is no multiple of this.
+# Where the width is no multiple of this, half of a fused matrix uses another activation kernel than a whole one.
 _ALIGNED = 32
-# What every class means the same by. Of classes' own defaults none is trusted.
+# Fields with the same meaning in every class. No class's own defaults are trusted.
 _COMMON = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
     *("tie_word_embeddings", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# In shapes of idle tensors.
+# Placeholders in the shapes of idle tensors.
 HIDDEN, NEURONS = -1, -2
 _GATED = ("gate", "up", "down")
 _AS_WRITTEN = ("dtype", "torch_dtype", "transformers_version", "original_max_position_embeddings")
@@ -28,12 +28,12 @@ Role = Literal["kept", "inner", "copied", "down", "router", "bias", "idle"]
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor of a layer of the mixture. `takes` are rows of the base's layer, one piece below the other.
+    """A tensor of a layer of the mixture. `takes` are rows of the base's layer, one piece below another.
 
-    `kept`: what the base computes with; `inner`: gate and up of experts, `copied` their biases; `down`: their
-    output, which of the segment `number` takes columns, `segments` of equal width; `router`: a row an expert; `bias`: a
-    number an expert, zero; `idle`: zeros of a part that the class has and the base needs nothing of.
-    `expert` is the number of the one expert that it belongs to; None: it holds all of them.
+    `kept`: a tensor that the base computes with; `inner`: gate and up of experts, `copied` their biases; `down`: their
+    output, where segment `number` takes one of `segments` equal blocks of columns; `router`: a row per expert; `bias`:
+    a zero per expert; `idle`: zeros for a part that the class has and the base does not need. `expert` is the number of
+    the one expert that the tensor belongs to; None: it holds all of them.
     """
 
     suffix: str
@@ -45,16 +45,16 @@ class Made:
 
 @dataclass(frozen=True)
 class Target:
-    """A class of transformers that mixes experts, as its checkpoints name them.
+    """A class of transformers that mixes experts, with the names in its checkpoints.
 
-    `settings` are the fields of its config.json that are not every class's, of a base and a mixture; it raises BadInput
-    where no setting computes what the base does. `expert` and `shared` hold a place for the number and for the three
-    `words` of gate, up and down, or of up and down; of a class with `fused` ones `words` are those of gate and up in
-    one, and of down. A class that `extends` a dense type has all of its fields, and its layers of every kind.
-    `balanced` says that it has a loss that spreads tokens, `engines` what else runs it as far as was tried, `plain`
-    which of its layers may have an MLP instead of experts. The numbers of `bias` stand in a matrix of one row where it
-    is a `row`. `idle` are tensors beside the experts that add nothing, with the shape of each: HIDDEN is the hidden
-    size, NEURONS the number of an expert's neurons. Of a `normed` class the weight of one expert is always 1.
+    `settings` returns the fields of its config.json beyond the common ones, from a base and a mixture; it raises
+    BadInput where no setting computes what the base does. `expert` and `shared` are patterns for the number and for the
+    three `words` of gate, up and down (or two: up and down); for a `fused` class the two `words` are gate with up, and
+    down. A class that `extends` a dense type has all fields of that type, and all its kinds of layers. `balanced`: it
+    has a loss that spreads tokens; `engines`: other programs that ran it in tests; `plain`: which of its layers may
+    have an MLP instead of experts. `row`: the numbers of `bias` form a matrix of one row. `idle` are tensors next to
+    the experts that add nothing, with the shape of each: HIDDEN is the hidden size, NEURONS the number of an expert's
+    neurons. In a `normed` class the weight of a single chosen expert is always 1.
     """
 
     model_type: str
@@ -77,17 +77,17 @@ class Target:
 
     @property
     def elsewhere(self) -> str:
-        """What else runs the class, in words; nothing where none was tried."""
+        """Describe the other programs that run the class; empty where none was tried."""
         return f" (also in {self.engines})" if self.engines else ""
 
     def is_near(self, dense: Dense) -> bool:
-        """Whether the class could hold layers such as the base's: its own ones, or those that are common."""
+        """Return whether the class could hold layers like the base's: by its dense type, or as common layers."""
         if self.extends:
             return self.extends == dense.config.get("model_type")
         return len(dense.kinds) == 1 and dense.stem == STEM and len(dense.roles) == len(_GATED)
 
     def refusal(self, mixture: Mixture) -> str:
-        """Why the class cannot choose so many, or keep the MLP in these layers, in a few words; empty where it can."""
+        """Describe why the class cannot choose so many experts, or keep the MLP in `plain`; empty where it can."""
         if mixture.chosen == 1 and self.normed and not self.balanced:
             return (
                 "it gives one expert the weight 1 whatever its router says, and has no balancing loss, so the router"
@@ -102,20 +102,20 @@ class Target:
         return "its layers without experts are the lowest alone"
 
     def config(self, dense: Dense, mixture: Mixture) -> dict[str, Any]:
-        """The config.json of the mixture. Raises BadInput where the class cannot compute what the base does."""
+        """Return the mixture's config.json. Raises BadInput where the class cannot compute what the base does."""
         named = {"architectures": [self.architecture], "model_type": self.model_type}
         made = {**dense.config, **named} if self.extends else self._common(dense, mixture) | named
         made |= self.settings(dense, mixture)
         if not self.extends and made["rms_norm_eps"] is None and made.get("layer_norm_eps") is None:
             raise BadInput("it has RMS norms; the base's norms are others (no `rms_norm_eps` in its config.json)")
         if self.balanced:
-            # Not `output_router_logits`: with it transformers computes the loss at every forward, which ends where a
-            # cache holds part of a padded batch. Training asks for it.
+            # `output_router_logits` is not set: with it transformers computes the loss at every forward, which fails
+            # where a cache holds part of a padded batch. Training asks for the loss itself.
             made["router_aux_loss_coef"] = mixture.balance
         return made
 
     def _common(self, dense: Dense, mixture: Mixture) -> dict[str, Any]:
-        """The fields that mean the same in the base and in every class."""
+        """Return the fields that mean the same in the base and in every class."""
         full, written = dense.full, dense.config
         made = {key: written.get(key, full.get(key)) for key in _COMMON}
         made["hidden_act"] = made["hidden_act"] or full.get("hidden_activation")
@@ -131,11 +131,11 @@ class Target:
         return made
 
     def exact(self, dense: Dense) -> bool:
-        """Whether the base's own MLP is computed as in the base, to the bit."""
+        """Return whether the base's own MLP is computed bit for bit as in the base."""
         return self.form == "shared" and (self.fused == dense.fused or dense.width % _ALIGNED == 0)
 
     def layer(self, dense: Dense, mixture: Mixture) -> list[Made]:
-        """The tensors of a layer that are not the base's under their own names."""
+        """Return the tensors of a layer that are not the base's under their own names."""
         made: list[Made] = []
         if JOINT in dense.shapes:
             for role, suffix in (("query", QUERY), ("key", KEY), ("value", VALUE)):
@@ -152,7 +152,7 @@ class Target:
         return [*made, *(self._stacked(dense, mixture) if self.fused else self._experts(dense, mixture))]
 
     def _shared(self, dense: Dense) -> list[Made]:
-        """The base's FFN as the expert that every token passes, as far as it has other names there."""
+        """Return the base's FFN as the shared expert, without tensors that keep their names."""
         takes = [dense.source(role) for role in dense.roles]
         if self.fused:
             inner, outer = (self.shared.format(word) for word in self.words)
@@ -164,14 +164,17 @@ class Target:
         return [each for each in made if each.suffix not in dense.shapes]
 
     def plain_layer(self, dense: Dense) -> list[Made]:
-        """The tensors of a layer that keeps its MLP and are not the base's under their own names."""
+        """Return the tensors of a layer with an MLP that are not the base's under their own names."""
         split = dense.fused and not self.extends
         roles = {f"mlp.{role}_proj.weight": role for role in ("gate", "up")} if split else {}
         roles |= {QUERY: "query", KEY: "key", VALUE: "value"} if JOINT in dense.shapes else {}
         return [_kept(suffix, dense.hidden, dense.source(role)) for suffix, role in roles.items()]
 
     def dropped(self, dense: Dense, *, plain: bool = False) -> set[str]:
-        """Suffixes of the base's layer, with experts or `plain`, that the mixture has not under their own names."""
+        """Return suffixes of the base's layer that the mixture's layer does not have under the same names.
+
+        `plain`: for a layer that keeps its MLP.
+        """
         kept = {self.shared.format(word) for word in self.words} if self.shared else set[str]()
         if plain:
             kept = set(dense.matrices[1:] if dense.fused and not self.extends else dense.matrices)
@@ -212,7 +215,7 @@ def _kept(suffix: str, columns: int, *takes: Take) -> Made:
 
 
 def _rope(dense: Dense) -> dict[str, Any]:
-    """The base's fields of rotary embeddings in its own words, with none left to a class's default."""
+    """Return the base's fields of rotary embeddings, unchanged, with nothing left to a class's default."""
     made = {key: dense.config[key] for key in _ROPE if key in dense.config}
     full = dense.full.get("rope_parameters") or {}
     if "rope_parameters" not in made and "rope_theta" in full:

@@ -1,4 +1,4 @@
-"""The classes that are known, and the settings by which each would compute something else than its base."""
+"""The known mixture classes, and the settings with which each computes what its base does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _without_window(dense: Dense) -> None:
 
 
 def _sigmoid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
-    """Of the classes whose routers are sigmoids with a bias that chooses, as DeepSeek-V3's."""
+    """Return the fields of classes whose routers are sigmoids with a bias for the choice, as in DeepSeek-V3."""
     return {
         "moe_intermediate_size": dense.width // mixture.segments,
         "n_routed_experts": mixture.count,
@@ -24,7 +24,7 @@ def _sigmoid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": len(mixture.plain),
-        # Of one expert the weight would be 1 whatever its router says, which then never learns.
+        # With one expert the weight would be 1 whatever its router's scores, and the router would never learn.
         "norm_topk_prob": mixture.chosen > 1,
         "routed_scaling_factor": 1.0,
     }
@@ -82,7 +82,7 @@ def _flex_olmo(dense: Dense, mixture: Mixture) -> dict[str, Any]:
     return {"intermediate_size": dense.width // mixture.segments, "norm_topk_prob": True}
 
 
-# Neurons of a shared expert that a class has in every layer and that computes nothing.
+# Neurons of a shared expert that computes nothing, but that a class has in every layer.
 _IDLE = 8
 
 
@@ -130,7 +130,7 @@ def _hunyuan(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _lfm2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
-    """Of the FFN's width the dense class makes another one of `intermediate_size`, and this one none."""
+    """Return the fields; the dense class rounds the FFN's `intermediate_size`, and this class takes it as it is."""
     return {
         "intermediate_size": dense.width,
         "moe_intermediate_size": dense.width // mixture.segments,
@@ -192,7 +192,7 @@ _QWEN_IDLE = (
     ("mlp.shared_expert_gate.weight", (1, HIDDEN)),
 )
 
-# Of makers' classes that hold both forms, the one beside the FFN, and what of it adds nothing where experts are copies.
+# Classes of single makers that hold both forms: here the `shared` one; the idle tensors belong to `copies`.
 _HUNYUAN = Target(
     "hunyuan_v1_moe",
     "HunYuanMoEV1ForCausalLM",
@@ -338,7 +338,7 @@ TARGETS: tuple[Target, ...] = (
         "copies",
         _cohere2_moe,
     ),
-    # Of one maker's dense type each, whose own layers they have.
+    # Each of these extends the dense type of one maker and keeps that type's layers.
     _HUNYUAN,
     replace(_HUNYUAN, form="copies", shared="", idle=_HUNYUAN_IDLE),
     Target(

@@ -1,1 +1,1 @@
-"""The residual stream of a model that becomes wider: which tensors grow, and which side of them it is."""
+"""A wider residual stream: which tensors grow, and along which axes."""

@@ -1,7 +1,7 @@
-"""Which side of a tensor the residual stream is, found on a twin, and what a wider one then computes.
+"""For each axis that grows with the hidden size: whether it writes or reads the residual stream, found on a twin.
 
-Of a tensor's slice that is changed, one channel of its module's output tells of writing, all of them of reading. What
-no output tells of is tried both ways.
+A slice along the axis is changed. If only the output channel of the same number changes, the axis writes to the stream;
+if all channels change, it reads the stream. An axis that shows in no module's output is tried both ways.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HIDDEN = "hidden_size"
 KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
-# How an axis may be put together: of queries, keys and values, of matrices as wide as the stream, or as one thing.
+# How an axis may be divided: into queries, keys and values, into blocks as wide as the stream, or not at all.
 _SPLITS = ("heads", "hidden", "whole")
 _MOST_TRIALS = 16
 _SLICE = 3
@@ -35,14 +35,14 @@ _SLICE = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """A reading of what grows: the side of each axis (whether it writes), by tensor in memory, and how axes split."""
+    """A guess about what grows: for each axis of a tensor in memory, whether it writes; and how axes are divided."""
 
     writes: Mapping[tuple[str, int], bool]
     split: str
 
 
 class Probe:
-    """A twin and a wider one, with what the base's computes where."""
+    """A twin of the base and a wider twin, with the inputs of each of the base twin's modules."""
 
     def __init__(self, base: Skeleton, wide: Skeleton, derived: Derived, times: int) -> None:
         self._base, self._wide, self._kind_of, self._times = base, wide, derived.kind_of, times
@@ -66,11 +66,11 @@ class Probe:
             if axes is None or any(after != before * times for before, after in axes.values())
         ]
         others += held.keys() ^ grown.keys()
-        # What a wider model has in another shape than one so many times as large.
+        # Names a tensor of the wider twin whose sizes are not `times` the base's; empty where there is none.
         self.odd = f"{printable(min(others))} would be another" if others else ""
 
     def _record(self) -> None:
-        """Keep what each module gets first, in the order in which they run."""
+        """Record the first inputs of each module, in the order in which modules run."""
         handles = []
         for path, module in self._base.model.named_modules():
 
@@ -83,9 +83,9 @@ class Probe:
             handle.remove()
 
     def trials(self) -> Iterator[Trial]:
-        """Readings, the likeliest first: what a module's output tells of, and both sides of what it does not tell of.
+        """Yield trials, the likeliest first: sides that outputs show, and both sides for axes that no output shows.
 
-        Raises BadInput for a tensor of which the twin's logits do not depend.
+        Raises BadInput for a tensor that does not affect the twin's logits.
         """
         if self.odd:
             return
@@ -105,7 +105,7 @@ class Probe:
                 yield Trial(known | dict(zip(unknown, sides, strict=True)), split)
 
     def _first_ones(self) -> Iterator[tuple[str, list[int]]]:
-        """What grows outside the layers, and in the lowest layer of each kind."""
+        """Yield what grows outside the layers, and in the lowest layer of each kind."""
         firsts = {self._kind_of.index(kind) for kind in self._kind_of}
         for name, axes in self._grows.items():
             layer = self._layer_of(name)
@@ -113,7 +113,7 @@ class Probe:
                 yield name, axes
 
     def _layer_of(self, name: str) -> tuple[int, str] | None:
-        """The layer that a tensor is of, and its name there; None where it is of none."""
+        """Return the layer that a tensor belongs to, and its name there; None for a tensor outside the layers."""
         stem = f"{self._base.stack}."
         if not name.startswith(stem):
             return None
@@ -121,9 +121,9 @@ class Probe:
         return int(number), rest
 
     def _writes(self, name: str, axis: int) -> bool | None:
-        """Whether a slice along the axis changes the one channel of its module's output that has its number.
+        """Return whether a slice along the axis changes only the channel of its number in its module's output.
 
-        None: the module does not run as such, or nothing of its output changes.
+        None: the module does not run by itself, or its output does not change.
         """
         import torch
 
@@ -141,7 +141,7 @@ class Probe:
         return all(_tells_of(changed, size) for changed in differing)
 
     def _check_used(self, name: str, axis: int) -> None:
-        """Raise BadInput for a tensor that no text reaches, as one beside images: nothing would be proven of it."""
+        """Raise BadInput for a tensor that no text reaches (such as one for images): nothing would be proven for it."""
         import torch
 
         tokens = some_tokens(self._base)
@@ -155,7 +155,7 @@ class Probe:
             )
 
     def holds(self, trial: Trial) -> bool:
-        """Whether the wider twin, filled so, computes what the base's does."""
+        """Fill the wider twin as the trial says; return whether it computes what the base's twin computes."""
         import torch
 
         for name, value in self._grown.items():
@@ -173,7 +173,7 @@ class Probe:
             return False
 
     def _axes(self, name: str, trial: Trial, of: Skeleton) -> Axes:
-        """How a tensor grows, in a model of the sizes of `of`, which is the twin or the base."""
+        """Return how a tensor grows, with the sizes of `of`, which is the twin or the base."""
         layer = self._layer_of(name)
         like = name
         if layer is not None:
@@ -186,7 +186,7 @@ class Probe:
         )
 
     def _shares(self, name: str, axis: int, split: str, of: Skeleton) -> tuple[int, ...]:
-        """The parts that an axis has both in the twin and in the base, in the proportion that they have in `of`."""
+        """Return the proportions of the parts of an axis, where twin and base divide it alike; otherwise (1,)."""
         found: list[tuple[int, ...]] = []
         for each in (self._base, self._derived.skeleton):
             size, sizes, heads = each.shapes[name][axis], each.sizes, heads_of(each)
@@ -198,9 +198,10 @@ class Probe:
         return found[of is not self._base] if fits else (1,)
 
     def _behind(self, name: str) -> float | None:
-        """What is new of a tensor that writes: None, copies; of what stands behind the layers of tied embeddings, null.
+        """Return the fill value for the new part of a tensor that writes; None for copies of the old part.
 
-        The head, which reads every copy, then gets nothing but the first.
+        With tied embeddings, tensors after the layers get a value that gives zeros, so that the head reads only the
+        first copy.
         """
         model, (path, _, key) = self._base.model, name.rpartition(".")
         head, words = model.get_output_embeddings(), model.get_input_embeddings()
@@ -216,7 +217,7 @@ class Probe:
         return null_of(module, scale, scale.detach().clone()) or 0.0
 
     def by_kind(self, trial: Trial) -> tuple[tuple[dict[str, Axes], ...], dict[str, Axes]]:
-        """What grows in each kind of layers of the base, and outside of them."""
+        """Return what grows in each kind of layers of the base, and outside the layers."""
         kinds: list[dict[str, Axes]] = [{} for _ in range(max(self._kind_of) + 1)]
         outer: dict[str, Axes] = {}
         for name, _ in self._first_ones():
@@ -230,7 +231,7 @@ class Probe:
 
 @contextlib.contextmanager
 def _moved(value: Tensor, axis: int) -> Iterator[None]:
-    """A slice of a tensor with other numbers, for a while."""
+    """Change the numbers of a slice of a tensor within the context."""
     part = value.select(axis, min(_SLICE, value.shape[axis] - 1))
     kept = part.clone()
     part.mul_(0.5).add_(0.25)
@@ -241,7 +242,7 @@ def _moved(value: Tensor, axis: int) -> Iterator[None]:
 
 
 def _numbers(given: Any) -> list[Tensor]:
-    """The tensors of floating-point numbers in what a module gives."""
+    """Return the floating-point tensors in a module's output."""
     import torch
 
     if isinstance(given, torch.Tensor):
@@ -252,7 +253,7 @@ def _numbers(given: Any) -> list[Tensor]:
 
 
 def _tells_of(changed: Tensor, size: int) -> bool:
-    """Whether along one axis that long nothing changed but what has the slice's number."""
+    """Return whether, along some axis of length `size`, only the entry with the slice's number changed."""
     number = min(_SLICE, size - 1)
     return any(
         length == size and changed.movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist() == [number]
@@ -261,7 +262,7 @@ def _tells_of(changed: Tensor, size: int) -> bool:
 
 
 def _goes_on(twin: Skeleton) -> bool:
-    """Whether a model that keeps its state in its modules, and gives no cache, reads a token after others."""
+    """Return whether a twin that keeps its state in its modules can read one more token after a prompt."""
     tokens = some_tokens(twin)
     try:
         twin.model(input_ids=tokens, use_cache=True)
@@ -272,7 +273,7 @@ def _goes_on(twin: Skeleton) -> bool:
 
 
 def widened(value: Tensor, axis: Axis, times: int) -> Tensor:
-    """A tensor with what is new along an axis, behind each of its parts."""
+    """Return a tensor grown along an axis, with the new values after each of its parts."""
     import torch
 
     size = value.shape[axis.axis]
@@ -284,7 +285,7 @@ def widened(value: Tensor, axis: Axis, times: int) -> Tensor:
 
 
 def heads_of(twin: Skeleton) -> tuple[int, int, int]:
-    """How many heads queries, keys and values have."""
+    """Return the numbers of query, key and value heads."""
     heads = twin.sizes.heads
     keys = (value for key, value in flat_fields(twin.text.to_dict()) if KEYS.fullmatch(key) and type(value) is int)
     count = next(keys, heads)

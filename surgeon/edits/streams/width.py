@@ -1,11 +1,11 @@
-"""What a wider residual stream changes: which axes of which tensors grow, and what the new part of each holds.
+"""A wider residual stream: which axes of which tensors grow, and what the new part of each axis holds.
 
-Along an axis that writes (to the stream, or to what a module computes of it channel by channel) the new part is copies
-of the old one, along an axis that reads it is zeros: then every copy holds what the stream held, and all that is read
-is the first. Which axes grow is found by building transformers' class wider. Which side each is, is found on a twin: of
-a tensor's slice that is changed, one channel of its module's output tells of writing, all of them of reading. What a
-class makes of the hidden size besides (head sizes, state spaces) is held by the config's fields, or becomes so many
-times as many. Nothing counts but what a twin with random values then computes: the base's logits, up to rounding.
+Along an axis that writes (to the stream, or to a per-channel result of it), the new part is copies of the old part;
+along an axis that reads the stream, it is zeros. Then every copy equals the old stream, and only the first copy is
+read. Which axes grow is found by building transformers' class with a wider stream. Whether an axis writes or reads is
+found on a twin: a changed slice shows in one channel of its module's output if it writes, in all if it reads. Other
+sizes that a class derives from the hidden size (head sizes, state spaces) are kept by fields of the config, or
+multiplied too. A choice counts only if a twin with random values computes the base's logits, up to rounding.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from surgeon.errors import BadInput, printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The fields of a wider model's config, the axes of the tensors of each kind of layers by suffix, and of those outside.
+# Fields of a wider model's config; growing axes by suffix, for each kind of layers; growing axes outside the layers.
 Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
 _HEADS = "num_attention_heads"
-# Fields that say how many times as wide as the stream something is.
+# Fields that give a width as a multiple of the stream's width.
 _EXPAND = re.compile(r"(.*[._])?expand(_factor)?")
 _SEED, _WIDE_SEED = 3, 7
 
 
 @kept
 def wider_stream(base: Derivation, times: int) -> Stream:
-    """What grows in a model whose stream is so many times as wide, by names on disk, and what is new of it.
+    """Return what grows in a model whose stream is `times` as wide, by names on disk, and the new values.
 
-    Raises BadInput where no twin with random values computes what the base's does.
+    Raises BadInput where no twin with random values computes what the base's twin computes.
     """
     seen = base.seen
     fields, kinds, outer = _in_memory(seen.config, seen.derived, times)
@@ -59,9 +59,10 @@ def wider_stream(base: Derivation, times: int) -> Stream:
 
 
 def _stored_axes(seen: Seen, kind: int, grown: Mapping[str, Axes]) -> dict[str, Axes]:
-    """The axes of a kind's tensors as they are stored, of those in memory. Raises BadInput for one made of others.
+    """Return the axes of a kind's tensors as stored, from the axes in memory.
 
-    Experts that transformers gathers are matrices of their own on disk.
+    Experts that transformers gathers in one parameter are separate matrices on disk. Raises BadInput where a stored
+    tensor becomes other tensors in memory.
     """
     first, names = seen.firsts[kind]
     found: dict[str, Axes] = {}
@@ -83,7 +84,7 @@ def _stored_axes(seen: Seen, kind: int, grown: Mapping[str, Axes]) -> dict[str, 
 
 
 def _in_memory(config: Mapping[str, Any], derived: Derived, times: int) -> Stream:
-    """What grows in a model whose stream is so many `times` as wide, by names in memory (below a layer, and whole).
+    """Return what grows in a model whose stream is `times` as wide, by names in memory (in layers: below the layer).
 
     Raises BadInput where nothing can be proven.
     """
@@ -112,7 +113,7 @@ def _in_memory(config: Mapping[str, Any], derived: Derived, times: int) -> Strea
             except (BadInput, *LOAD_FAILURES) as error:
                 failed = failed or str(error).partition("\n")[0]
                 continue
-            # Another field may have the last word on the width (Bloom's n_embed).
+            # Another field may set the width after all (Bloom's n_embed).
             if wide.sizes.hidden == times * base.sizes.hidden:
                 found.append((sum(value.numel() for value in wide.model.parameters()), fields, base, wide))
         refused = ""
@@ -129,7 +130,7 @@ def _in_memory(config: Mapping[str, Any], derived: Derived, times: int) -> Strea
 
 
 def why_not(base: Skeleton, wide: Skeleton, told: str, grows: str) -> str:
-    """Why a twin with a wider stream does not compute what the base's does, in words."""
+    """Describe why a twin with a wider stream does not compute what the base's twin computes."""
     if _embeddings_differ(base, wide):
         return (
             f"{told}: its code multiplies embeddings by a number that depends on {grows}, as a twin shows, so a wider"
@@ -142,7 +143,7 @@ def why_not(base: Skeleton, wide: Skeleton, told: str, grows: str) -> str:
 
 
 def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
-    """Whether what reaches the first layer begins otherwise than in the base already."""
+    """Return whether the first layer's input already differs from the base's."""
     import torch
 
     reached: list[Tensor] = []
@@ -160,15 +161,15 @@ def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
 
 
 def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[str, int]) -> tuple[Skeleton, Skeleton]:
-    """A twin of the base, and one of other weights that has these `fields` in the proportion in which they change.
+    """Return a twin of the base, and a wider twin with other weights, whose `fields` change in the same proportion.
 
-    What a field of the base's is not said of, is in the wider one as the base's twin has it. Raises BadInput.
+    All other fields of the wider twin are those of the base's twin. Raises BadInput.
     """
     small = shrunk(config, heads_left=derived.heads)
     heads, keys, _ = heads_of(derived.skeleton)
     called = {_HEADS, derived.skeleton.text.attribute_map.get(_HEADS, _HEADS)}
     if called & fields.keys() and keys and heads % keys == 0:
-        # Groups as large as the base's, so that what holds queries, keys and values has them in the same proportion.
+        # Groups as large as the base's, so that fused tensors hold queries, keys and values in the same proportion.
         left = max(derived.heads, heads // keys)
         small = shrunk(config, heads_left=left)
         part = dict(flat_fields(part_of(small, derived.skeleton.path)))
@@ -186,7 +187,7 @@ def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[st
 
 
 def _choices(config: Mapping[str, Any], skeleton: Skeleton, times: int) -> Iterator[dict[str, int]]:
-    """The fields of configs that may describe the wider model, in no order."""
+    """Yield the config fields that may describe the wider model, in no particular order."""
     sizes, part, full = skeleton.sizes, part_of(config, skeleton.path), dict(flat_fields(skeleton.text.to_dict()))
     stated = dict(flat_fields(part))
     called = skeleton.text.attribute_map
@@ -206,7 +207,7 @@ def _choices(config: Mapping[str, Any], skeleton: Skeleton, times: int) -> Itera
     heads = dict.fromkeys(spelled(_HEADS), sizes.heads * times) if sizes.heads else {}
     heads |= {key: value * times for key, value in stated.items() if KEYS.fullmatch(key) and type(value) is int}
     stated_heads = {"head_dim": sizes.head_dim} if sizes.heads and "head_dim" not in held else {}
-    # Each of several choices is one of these, or none.
+    # Each choice takes one of the options in each position; {} means none.
     others = {
         key: value * times
         for key, value in (full | stated).items()
@@ -219,10 +220,10 @@ def _choices(config: Mapping[str, Any], skeleton: Skeleton, times: int) -> Itera
 def _derived_from_width(
     config: Mapping[str, Any], skeleton: Skeleton, before: Mapping[str, Any], wider: Mapping[str, int]
 ) -> dict[str, int]:
-    """The numbers that the config's class makes of the hidden size where config.json leaves them out, as they are."""
+    """Return, with their old values, the numbers that the config's class derives from the hidden size by default."""
     try:
         built = build(with_fields(config, skeleton.path, wider))
-    except BadInput:  # which each choice then says
+    except BadInput:  # each choice reports this itself
         return {}
     after = dict(flat_fields(built.text.to_dict()))
     return {

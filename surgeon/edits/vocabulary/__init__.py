@@ -1,1 +1,1 @@
-"""Growing a tokenizer: learned pieces, whole words, and what they make of texts."""
+"""Growing and trimming a tokenizer: learned pieces, whole words, and how texts are tokenised afterwards."""

@@ -1,12 +1,12 @@
-"""Growing a tokenizer: which tokens to add, the files that have them, and what that makes of texts.
+"""Growing a tokenizer: which tokens to add, the new files, and how texts are tokenised afterwards.
 
-Learned pieces of a BPE go in as merges behind all old ones. By default only pairs that never occur in the segmentation
-of a text that is to stay as it is: then every word of it is cut as before. They are no `added_tokens`, which are
-matched before words are cut, and decode as they are written, so that accents come out as their bytes' characters. Those
-are what a plan lists as `special` or `added`.
+Learned pieces of a BPE are added as merges after all old ones. By default only pairs are joined that never occur in the
+tokenisation of a text that must stay as it is: then every word of that text is cut as before. The pieces are not
+`added_tokens`, which are matched before words are cut and are decoded literally, so that accents would come out as the
+characters of their bytes. Only a plan's `special` and `added` tokens are `added_tokens`.
 
-A WordPiece takes the longest piece that it knows: there a new piece is refused where it would match in a word that is
-to stay. A Unigram weighs all pieces of a word at once and keeps no such promise: what changes is measured.
+A WordPiece takes the longest piece that it knows: a new piece is refused where it would match in a word that must stay.
+A Unigram weighs all pieces of a word at once and keeps no such promise: the change is measured.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _NONE_ADDED: Mapping[str, bool] = {}
 
 @dataclass(frozen=True)
 class Grown:
-    """A growth: everything about it that drawing its plan again needs, the new files by name, and the new tokens.
+    """A grown vocabulary: the facts that repeating the plan needs, the new files by name, and the new tokens.
 
-    `rows` are the base's rows of embeddings that tokens use, so the first new id. `made_of` names for each new token
-    the old ids that the old tokenizer makes of it. `inserted` are the bytes that tokenizer files got; `how` says how
-    pairs were chosen. `tokens` are the contents of the vocabulary's new tokens in the order of their ids.
+    `rows` is the number of the base's embedding rows that tokens use, so the first new id. `made_of` lists for each new
+    token the old ids into which the old tokenizer cuts it. `inserted` are the bytes inserted into tokenizer files;
+    `how` describes how pairs were chosen. `tokens` are the contents of the vocabulary's new tokens in the order of
+    their ids.
     """
 
     kind: str
@@ -69,9 +70,9 @@ def grow(
         rows: the model's rows of embeddings.
         added: tokens that are matched before a text is cut, and whether each is special. With some, new ids begin at
             the first that is free.
-        measure: texts on which the change is measured, beside those of `wanted`.
+        measure: texts on which the change is measured, in addition to the texts of `wanted`.
         listed: which file or plan lists the words.
-        listener: what hears how far it is.
+        listener: receives the progress.
 
     Raises:
         BadInput: the base has no tokenizer.json, more tokens than rows, or a kind that cannot grow; or a token cannot
@@ -126,7 +127,10 @@ def grow(
 
 
 def tokenizer_json(base: CheckpointFolder) -> tuple[dict[str, bytes], TokenizerJson]:
-    """The side files of `base` by name, and its tokenizer.json. Raises BadInput where it has none of a known kind."""
+    """Return the side files of `base` by name, and its tokenizer.json.
+
+    Raises BadInput where it has none of a known kind.
+    """
     if TOKENIZER_FILE not in base.side_files:
         way = "copy the tokenizer's files here from the model that this one was made of"
         if any(name in TOKENIZER_FILES for name in base.side_files if not name.endswith("_config.json")):
@@ -139,7 +143,7 @@ def tokenizer_json(base: CheckpointFolder) -> tuple[dict[str, bytes], TokenizerJ
 
 @contextlib.contextmanager
 def opened_files(files: Mapping[str, bytes], base: CheckpointFolder) -> Iterator[Tokenizer]:
-    """The tokenizer that transformers makes of side files. Raises BadInput where it makes none, or a slow one."""
+    """Open side files as a tokenizer of transformers. Raises BadInput where there is none, or only a slow one."""
     with tempfile.TemporaryDirectory(prefix="surgeon-tokenizer-") as room:
         folder = Path(room) / "tokenizer"
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A tokenizer as it was, and the tokens that are to be added to it, made of old ones pair by pair."""
+"""The old tokenizer, and the tokens to add to it, each made of old tokens pair by pair."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer
 
 Pair = tuple[int, int]
-# What a new piece of a Unigram is better by than the pieces that it is made of.
+# How much better a new piece of a Unigram scores than the pieces it is made of.
 BETTER = 1e-4
 
 
 @dataclass
 class Old:
-    """A tokenizer as it was: its file, and its whole vocabulary."""
+    """The old tokenizer: its file, and its whole vocabulary."""
 
     read: TokenizerJson
     shown: str
@@ -25,7 +25,7 @@ class Old:
     taken: dict[str, int] = field(default_factory=dict)
 
     def ask(self, tokenizer: Tokenizer) -> None:
-        """Take the whole vocabulary from the tokenizer that transformers makes of the files. Raises BadInput."""
+        """Set `taken` from transformers' tokenizer. Raises BadInput where an id is not below the model's rows."""
         self.taken = tokenizer.vocabulary() | dict(self.read.vocabulary)
         content, highest = max(self.taken.items(), key=lambda entry: entry[1])
         if highest >= self.rows:
@@ -37,24 +37,24 @@ class Old:
 
     @cached_property
     def contents(self) -> dict[int, str]:
-        """The contents of the model's own tokens, by id."""
+        """Return the contents of the model's own tokens, by id."""
         return {number: content for content, number in self.read.vocabulary.items()}
 
     @cached_property
     def lowest(self) -> float:
-        """The lowest score of a Unigram: what a character costs at most that has a token of its own."""
+        """Return the lowest score of a Unigram, which is the score of new tokens for single characters."""
         return min(self.read.scores.values(), default=0.0)
 
     @cached_property
     def refused(self) -> set[int]:
-        """Tokens that no piece is made of: single bytes of a fallback, which decode by themselves, and unknown ones."""
+        """Return tokens that no piece may contain: fallback bytes, which decode by themselves, and unknown tokens."""
         unknown = self.read.model.get("unk_token")
         number = self.read.model.get("unk_id") if self.read.kind == "Unigram" else self.taken.get(str(unknown))
         return {*self.read.byte_tokens, *([number] if isinstance(number, int) else [])}
 
 
 def check_ids(old: Old, wanted: Mapping[str, int], found: Mapping[str, int]) -> None:
-    """BadInput where transformers gives a token another id than it should have, or knows one that should not be."""
+    """Raise BadInput where transformers gives a token another id than wanted, or has a token too many."""
     for content in {**wanted, **found}:
         if found.get(content) != wanted.get(content):
             raise BadInput(
@@ -71,11 +71,11 @@ class New:
     tokens: list[NewToken] = field(default_factory=list)
     made_of: list[tuple[int, ...]] = field(default_factory=list)
     contents: set[str] = field(default_factory=set)
-    # The number of the token that a merge makes, counted from 0.
+    # By merge, the number of the new token that it makes, counted from 0.
     merges: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, token: NewToken, made_of: tuple[int, ...]) -> None:
-        """One more."""
+        """Add one token."""
         if token.merge is not None:
             self.merges[token.merge] = len(self.tokens)
         self.tokens.append(token)
@@ -85,7 +85,7 @@ class New:
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes tokens of pairs, where that is allowed."""
+    """A maker of new tokens from pairs that `allowed` accepts."""
 
     old: Old
     new: New
@@ -93,15 +93,15 @@ class Maker:
     longest: int
 
     def content(self, number: int) -> str:
-        """The content of an old or a new token."""
+        """Return the content of an old or a new token."""
         return self.old.contents[number] if number < self.old.rows else self.new.tokens[number - self.old.rows].content
 
     def made_of(self, number: int) -> tuple[int, ...]:
-        """The old ids that a token is made of: of an old one itself."""
+        """Return the old ids that a token is made of; for an old token, its own id."""
         return (number,) if number < self.old.rows else self.new.made_of[number - self.old.rows]
 
     def join(self, one: int, other: int, _new: int) -> bool:
-        """Add the token that a pair makes; False where it is not allowed."""
+        """Add the token that a pair makes; return False where it is not allowed."""
         if one in self.old.refused or other in self.old.refused:
             return False
         read = self.old.read
@@ -121,14 +121,14 @@ class Maker:
         return True
 
     def score(self, number: int) -> float:
-        """The score of an old or a new token of a Unigram; 0 elsewhere."""
+        """Return the score of an old or a new Unigram token; 0 for other kinds."""
         if number < self.old.rows:
             return self.old.read.scores.get(self.old.contents[number], 0.0)
         return self.new.tokens[number - self.old.rows].score
 
 
 def with_characters(old: Old, new: New, ids: Sequence[int]) -> list[int]:
-    """A segmented word in which the bytes of new characters are those characters."""
+    """Return a segmented word with the bytes of each new character replaced by the new token."""
     made: list[int] = []
     known = {made_of: old.rows + nth for nth, made_of in enumerate(new.made_of)}
     byte_tokens = old.read.byte_tokens
@@ -145,12 +145,12 @@ def with_characters(old: Old, new: New, ids: Sequence[int]) -> list[int]:
 
 
 def _length_of(first: int | None) -> int:
-    """Bytes of a character of UTF-8, by its first byte; 1 where it is none."""
+    """Return how many bytes a UTF-8 character has, by its first byte; 1 where it is no first byte."""
     return 1 if first is None or first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
 
 
 def bytes_of(old: Old, character: str) -> tuple[int, ...]:
-    """The tokens of a character's bytes; none where one has no token."""
+    """Return the tokens of a character's bytes; empty where a byte has no token."""
     tokens = {byte: number for number, byte in old.read.byte_tokens.items()}
     encoded = character.encode()
     return tuple(tokens[byte] for byte in encoded) if all(byte in tokens for byte in encoded) else ()

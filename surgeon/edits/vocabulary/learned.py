@@ -1,10 +1,10 @@
-"""Pieces learned from texts: which pairs may go in, and characters that a byte fallback writes by their bytes.
+"""Pieces learned from texts: which pairs may be joined, and new tokens for characters written by byte fallback.
 
-They are learned by byte-pair encoding that goes on from where an old tokenizer ended. `tokenizers`' trainers begin from
-nothing. Here the words of a corpus are given as the old tokenizer segments them, and the most frequent pair of
-neighbours is joined, again and again (Sennrich et al., 2016, Algorithm 1). Merges that come behind all old ones act on
-what the old ones leave, so a pair that never occurs in the segmentation of a text changes nothing of it: neither it nor
-any later piece that is made of it.
+Pieces are learned by byte-pair encoding that continues from the old tokenizer; `tokenizers`' trainers start from
+nothing. The words of a corpus are given as the old tokenizer segments them, and the most frequent pair of neighbours is
+joined, again and again (Sennrich et al., 2016, Algorithm 1). Merges that come after all old ones act on the result of
+the old ones, so a pair that never occurs in the segmentation of a text changes nothing in it, and neither does any
+later piece made of that pair.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from surgeon.models.tokenizer import Tokenizer
 
 How = Literal["unseen", "appended", "non_ascii"]
 
-# Characters of a piece, as the vocabulary writes it: a word at most.
+# The most characters of a piece, as the vocabulary writes it: about a word.
 _LONGEST = 64
-# Characters that a SentencePiece-like BPE lacks get a token where they occur this often; at most half of all.
+# A character that a SentencePiece-like BPE lacks gets a token if it occurs so often; at most half of all new tokens.
 _LEAST_CHARACTER = 10
 
 
 @dataclass(frozen=True)
 class LearnedTokens:
-    """A plan's `learn`: `count` pieces learned from `learn`, of which `how` says which may go in; `keep` stays."""
+    """A plan's `learn`: `count` pieces from the texts `learn`; `how` selects pairs, and `keep` is to stay as it is."""
 
     learn: tuple[Path, ...]
     count: int
@@ -44,7 +44,7 @@ class LearnedTokens:
 
 
 def learned(old: Old, tokenizer: Tokenizer, wanted: LearnedTokens, listener: Listener) -> New:
-    """The pieces to add, in the order in which they are learned. Raises BadInput where there is none."""
+    """Return the pieces to add, in the order they are learned. Raises BadInput where there is none."""
     counted = counted_words(tokenizer, wanted.learn, listener)
     new = New()
     words = segmented_words(tokenizer, counted)
@@ -79,7 +79,7 @@ def learned(old: Old, tokenizer: Tokenizer, wanted: LearnedTokens, listener: Lis
 def _allowed(
     old: Old, how: How, kept: Mapping[str, int], segmented: Mapping[str, Sequence[int]]
 ) -> Callable[[Pair, str], bool]:
-    """Whether a pair, which makes a content, may go in."""
+    """Return the test of whether a pair, which makes a piece of this content, may be joined."""
     if how == "appended":
         return lambda _pair, _content: True
     if how == "non_ascii":
@@ -88,20 +88,20 @@ def _allowed(
         blocked = _matched(old, segmented)
         return lambda _pair, content: content not in blocked
     pairs = pairs_in(segmented.values())
-    # Where a word that is a token is taken whole, whatever merges would make of it.
+    # Such a tokenizer takes a word that is a token whole, whatever its merges.
     whole = set(kept) if old.read.model.get("ignore_merges") else set()
     return lambda pair, content: pair not in pairs and content not in whole
 
 
 def _beyond_ascii(content: str, *, byte_level: bool) -> bool:
-    """Whether the bytes of a piece are not all ASCII."""
+    """Return whether a piece has a byte that is not ASCII."""
     if byte_level:
         return any(character in _HIGH_BYTES for character in content)
     return any(ord(character) > 127 and character != "▁" for character in content)
 
 
 def _high_bytes() -> frozenset[str]:
-    """The characters by which GPT-2's table writes bytes from 128 on (openai/gpt-2, encoder.py)."""
+    """Return the characters for bytes from 128 on in GPT-2's table (openai/gpt-2, encoder.py)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in shown]
     table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + nth) for nth, byte in enumerate(others)}
@@ -112,7 +112,7 @@ _HIGH_BYTES = _high_bytes()
 
 
 def _matched(old: Old, segmented: Mapping[str, Sequence[int]]) -> set[str]:
-    """Return the pieces of a WordPiece that would be taken in one of these words in the place of a shorter one."""
+    """Return the pieces that a WordPiece would take in one of these words in place of a shorter piece."""
     found: set[str] = set()
     for word, ids in segmented.items():
         at = 0
@@ -126,7 +126,7 @@ def _matched(old: Old, segmented: Mapping[str, Sequence[int]]) -> set[str]:
 
 
 def _add_characters(old: Old, new: New, counted: Mapping[str, int], kept: set[str], wanted: LearnedTokens) -> None:
-    """The most frequent characters that a BPE with a byte fallback lacks; with `unseen` none that `keep` has."""
+    """Add the most frequent characters that a BPE with byte fallback lacks; with `unseen`, none that `keep` has."""
     often: Counter[str] = Counter()
     for word, number in counted.items():
         for character in word:
@@ -145,12 +145,12 @@ def _add_characters(old: Old, new: New, counted: Mapping[str, int], kept: set[st
         new.add(NewToken(character, score=old.lowest), bytes_of(old, character))
 
 
-# A pair that occurs less often is left alone.
+# A pair that occurs less often is not joined.
 _LEAST = 2
 
 
 def pairs_in(segmented: Iterable[Sequence[int]]) -> set[Pair]:
-    """The pairs of neighbours in segmented words."""
+    """Return the pairs of neighbours in segmented words."""
     return {pair for ids in segmented for pair in pairwise(ids)}
 
 
@@ -163,14 +163,14 @@ def learn_merges(
 ) -> list[Pair]:
     """Return at most `count` pairs, in the order in which they are joined; the n-th makes the id `first` + n.
 
-    The more frequent of two pairs is first, of equally frequent ones that of the smaller ids. A pair that occurs once
-    is left alone.
+    The most frequent pair comes first; of equally frequent ones, the pair of smaller ids. A pair that occurs once is
+    not joined.
 
     Args:
         words: segmented words, and how often each occurs.
         count: pairs at most.
         first: the id that the first pair makes.
-        joined: `joined(a, b, new)` takes a pair for good, or returns False; called once for each pair, at its turn.
+        joined: `joined(a, b, new)` accepts a pair for good, or returns False; called once for each pair, at its turn.
     """
     held = [list(ids) for ids, _ in words]
     often = [number for _, number in words]
@@ -215,7 +215,7 @@ def _join(
     where: defaultdict[Pair, set[int]],
     index: int,
 ) -> set[Pair]:
-    """Join a pair in one word, from left to right; the pairs whose counts grew."""
+    """Join a pair in one word, from left to right; return pairs that are new in the word."""
     before = Counter(pairwise(ids))
     made: list[int] = []
     at = 0
@@ -232,7 +232,7 @@ def _join(
     for other in before.keys() | after.keys():
         change = (after[other] - before[other]) * often
         if change and (other in counts or before[other] == 0):
-            # A pair that was refused is not counted any more.
+            # A refused pair is no longer counted.
             counts[other] += change
         if after[other] and not before[other]:
             where[other].add(index)

@@ -1,4 +1,4 @@
-"""Requested tokens: words, each to be one (with BPE also those on the way to them), and added tokens."""
+"""Requested tokens: words that must each become one token (with BPE, intermediate pieces too), and added tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from surgeon.edits.vocabulary.growing import BETTER, Maker, New, Old, bytes_of, 
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer
 
-# Words of a list that a tokenizer gets at once.
+# How many words of a list the tokenizer gets at once.
 _WORDS_AT_ONCE = 4096
-# Words of a list that are tokens already and are named in one line.
+# How many words that are already tokens one message names.
 _NAMED = 20
-# Characters of a word, as the vocabulary writes it: a requested one may be longer than one that is learned.
+# The most characters of a requested word, as the vocabulary writes it; it may be longer than a learned piece.
 _LONGEST = 1024
 
 
@@ -28,18 +28,18 @@ class Listed:
     key: str = "`tokens`"
 
     def full(self, nth: int) -> str:
-        """The whole source of a word, for a message."""
+        """Return the full source of a word, for a message."""
         return f"{self.file}, line {self.lines[nth]}" if self.file else f"{self.key} {nth}"
 
     def short(self, nth: int) -> str:
-        """The source of a word, for a message about one of which all is said."""
+        """Return the short source of a word, for a list in a message."""
         return f"line {self.lines[nth]}" if self.file else str(nth)
 
 
 def marked_once(tokenizer: Tokenizer, wanted: Sequence[str]) -> list[str]:
-    """Return the words, less the space (or mark) before them where the tokenizer puts one before every text by itself.
+    """Return the words without their leading space (or mark), if the tokenizer itself puts one before every text.
 
-    With both, `▁▁word` would be made, which occurs in no text but where there are two spaces.
+    With both, the tokenizer would make `▁▁word`, which occurs in a text only after two spaces.
     """
     (bare, spaced) = (found[0] if found else "" for found in tokenizer.cut(["a", " a"]))
     if not (bare.startswith("▁") and spaced == f"▁{bare}"):
@@ -48,7 +48,7 @@ def marked_once(tokenizer: Tokenizer, wanted: Sequence[str]) -> list[str]:
 
 
 def requested_tokens(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], listed: Listed) -> New:
-    """The tokens that make whole words: with BPE also those on the way to them."""
+    """Return the tokens that make whole words; with BPE, also the intermediate pieces."""
     new = New()
     maker = Maker(old, new, lambda _pair, _content: True, _LONGEST)
     cut = list(_cut(tokenizer, wanted))
@@ -70,7 +70,7 @@ def requested_tokens(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], list
                 f"{shown}: {len(word)} characters as the vocabulary writes it, of {_LONGEST} that a token may"
                 " have; give its parts"
             )
-        # With BPE it may be on the way to an earlier one, but not by the merges that make it of its own pieces.
+        # With BPE, it may be an intermediate piece of an earlier word, but made by other merges.
         if old.read.kind == "BPE" or word not in new.contents:
             _add_word(maker, word, ids, shown)
     return new
@@ -82,9 +82,9 @@ def check_new(
     tokenizer: Tokenizer,
     listed: Listed,
 ) -> None:
-    """BadInput that names every text of a list that is a token already, or that the list has twice.
+    """Raise BadInput with every text of a list that is already a token, or that the list has twice.
 
-    So that one edit leaves all of them out. `cut` has for each text what it is cut into, and the tokens of that.
+    All are named, so that one edit can remove them. `cut` gives each text, the words it is cut into, and their tokens.
     """
     there: dict[int, int] = {}
     twice: dict[int, int] = {}
@@ -93,7 +93,7 @@ def check_new(
         zip(cut, tokenizer.many([text for text, _, _ in cut]), strict=True)
     ):
         word = found[0] if len(found) == 1 else ""
-        # A special token is one whatever it would be cut into; what is not known is one token too.
+        # A special token is one token in any case; an unknown text is one token too.
         if text.strip() and ((word and word in old.taken) or (len(whole) == 1 and whole[0] not in old.refused)):
             there[nth] = old.taken.get(word, *whole[:1])
         elif word and words.setdefault(word, nth) != nth:
@@ -129,7 +129,7 @@ def check_new(
 
 
 def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[tuple[str, list[str], list[int]]]:
-    """Each text, what it is cut into, and the tokens of that where it is one word."""
+    """Yield each text, the words it is cut into, and the tokens of a text that is one word."""
     for begin in range(0, len(texts), _WORDS_AT_ONCE):
         part = texts[begin : begin + _WORDS_AT_ONCE]
         cut = tokenizer.cut(part)
@@ -147,7 +147,7 @@ def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
                 new.add(NewToken(character, score=old.lowest), made_of)
         ids = with_characters(old, new, ids)
     if old.read.kind == "WordPiece" and any(number in old.refused for number in ids):
-        # A word with an unknown character is unknown as a whole, so nothing is known of its pieces.
+        # A word with an unknown character is unknown as a whole, so its pieces are not known.
         new.add(NewToken(word), ())
         return
     if any(number in old.refused for number in ids):
@@ -159,13 +159,13 @@ def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
         return
     while len(ids) > 1:
         pairs = [(maker.content(one), maker.content(other)) for one, other in pairwise(ids)]
-        # As the tokenizer will: an earlier new merge is applied before a later one.
+        # The same order as the tokenizer's: an earlier new merge is applied before a later one.
         there = [at for at, pair in enumerate(pairs) if pair in new.merges]
         if there:
             at = min(there, key=lambda at: new.merges[pairs[at]])
         else:
             number = old.rows + len(new.tokens)
-            # A pair whose content is a token of other pieces already cannot make another token of that content.
+            # A pair cannot make a token whose content another pair has made already.
             found = next((n for n in range(len(pairs)) if maker.join(ids[n], ids[n + 1], number)), None)
             if found is None:
                 raise BadInput(
@@ -177,7 +177,7 @@ def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
 
 
 def check_words(wanted: Sequence[str], after: Tokenizer, rows: int, listed: Listed) -> None:
-    """Raise BadInput where a requested word is not one token, of an id from `rows` on that no other word has.
+    """Raise BadInput where a requested word is not one token, with an id from `rows` on that no other word has.
 
     Args:
         wanted: the words.

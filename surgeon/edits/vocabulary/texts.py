@@ -1,4 +1,4 @@
-"""Texts as a tokenizer cuts them: their words, and what a change makes of them."""
+"""Texts as a tokenizer cuts them: their words and tokens, and how a changed tokenizer cuts them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from surgeon.errors import printable
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.tokens import documents_of
 
-# Characters that are asked of a tokenizer at once, and of a text on which is measured what a change makes of it.
+# How many characters a tokenizer gets at once; and how many of a text are used to measure a change.
 _AT_ONCE = 1 << 20
 _MEASURED = 1 << 21
 
 
 def counted_words(tokenizer: Tokenizer, paths: Sequence[Path], listener: Listener) -> Counter[str]:
-    """The words of texts, and how often each occurs."""
+    """Return the words of texts, and how often each occurs."""
     counted: Counter[str] = Counter()
     total = sum(path.stat().st_size for path in paths)
     listener.say(f"counting the words of {named(paths)} ({size(total)})")
@@ -32,7 +32,7 @@ def counted_words(tokenizer: Tokenizer, paths: Sequence[Path], listener: Listene
 
 
 def counted_tokens(tokenizer: Tokenizer, paths: Sequence[Path]) -> Counter[int]:
-    """The tokens of texts, and how often each occurs."""
+    """Return the tokens of texts, and how often each occurs."""
     counted: Counter[int] = Counter()
     for batch in _batches(_texts(paths)):
         for ids in tokenizer.many(batch):
@@ -41,7 +41,7 @@ def counted_tokens(tokenizer: Tokenizer, paths: Sequence[Path]) -> Counter[int]:
 
 
 def segmented_words(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
-    """The ids of each word's pieces."""
+    """Return the ids of each word's pieces."""
     found: dict[str, list[int]] = {}
     for batch in _batches(iter(words)):
         found |= zip(batch, tokenizer.pieces(batch), strict=True)
@@ -54,7 +54,7 @@ def _texts(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Texts in lists of about `_AT_ONCE` characters; a longer one is cut at ends of lines."""
+    """Yield texts in lists of about `_AT_ONCE` characters; a longer text is cut at ends of lines."""
     batch: list[str] = []
     characters = 0
     for text in texts:
@@ -71,7 +71,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 def measured_text(
     use: str, paths: Sequence[Path], before: Tokenizer, after: Tokenizer, kept: Sequence[int] | None = None
 ) -> MeasuredText:
-    """Measure what a change makes of the beginning of a text, `_MEASURED` characters of it.
+    """Measure how a changed tokenizer cuts the beginning of a text, `_MEASURED` characters of it.
 
     Args:
         use: what the text is for.
@@ -97,7 +97,7 @@ def measured_text(
 
 
 def digest_of(paths: Sequence[Path]) -> str:
-    """The sha256 of the files' bytes, one after the other."""
+    """Return the sha256 of the files' bytes, one after another."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -115,5 +115,5 @@ def _within(batch: Sequence[str], left: int) -> Iterator[str]:
 
 
 def named(paths: Sequence[Path]) -> str:
-    """The files' names, as a line shows them."""
+    """Return the files' names in one line."""
     return ", ".join(printable(path.name, 60) for path in paths)

@@ -1,4 +1,4 @@
-"""Trimming a tokenizer: which tokens stay, and what that makes of texts."""
+"""Trimming a tokenizer: which tokens stay, and how texts are tokenised afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.models.tokenizer import Tokenizer
 
 _LARGEST = 0x110000
-# Chats as templates expect them; one that refuses a kind of turn is asked for the others.
+# Chats in the form that templates expect; where a template refuses one, the others are used.
 _CHATS: tuple[tuple[dict[str, str], ...], ...] = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}),
     ({"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
@@ -31,7 +31,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which tokens stay: those that texts use so often, those of listed words, those of scripts."""
+    """The tokens that stay: those that texts use often enough, those of listed words, and those of scripts."""
 
     texts: tuple[Path, ...] = ()
     least: int = 1
@@ -42,7 +42,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Trimmed:
-    """A trim: the ids that stay in their order, why each group does, and what that makes of texts."""
+    """A trimmed vocabulary: the ids that stay in order, why each group stays, and the effect on texts."""
 
     kind: str
     how: str
@@ -53,14 +53,14 @@ class Trimmed:
 
 @dataclass
 class _Staying:
-    """The ids that stay so far, with what must stay with them."""
+    """The ids that stay so far, with the ids that must stay with them."""
 
     closure: Closure
     rows: int
     ids: set[int] = field(default_factory=set)
 
     def add(self, numbers: Iterable[int]) -> int:
-        """Keep these too; return how many ids that added."""
+        """Keep these ids too, with the ids they need; return how many ids were added."""
         before = len(self.ids)
         for number in numbers:
             if number not in self.ids and 0 <= number < self.rows:
@@ -68,7 +68,7 @@ class _Staying:
         return len(self.ids) - before
 
     def fill(self, room: int, order: Sequence[int]) -> None:
-        """Keep `room` more ids, of `order` those first that need none that would be too many."""
+        """Keep `room` more ids: the first in `order` whose needed ids fit into the room."""
         while room:
             before = room
             for number in order:
@@ -78,20 +78,20 @@ class _Staying:
                     room -= len(more)
             if room == before:
                 break
-        # No tokens are left: rows that no token uses.
+        # No tokens are left to add: keep rows that no token uses.
         rest = (number for number in range(self.rows) if number not in self.ids)
         self.ids.update(number for number, _ in zip(rest, range(room), strict=False))
 
 
 def trim(base: CheckpointFolder, wanted: Wanted, *, rows: int, multiple: int, measure: Sequence[Path] = ()) -> Trimmed:
-    """Find the tokens of `base` that stay, and make the files that have no others.
+    """Find the tokens of `base` that stay, and make the files without the others.
 
     Args:
         base: the checkpoint.
         wanted: the tokens of the plan.
         rows: the model's rows of embeddings.
         multiple: the number of rows that stay is one of this.
-        measure: texts on which the change is measured, beside those of `wanted`.
+        measure: texts on which the change is measured, in addition to the texts of `wanted`.
 
     Raises:
         BadInput: the base has no tokenizer.json, or one of a kind that cannot be trimmed; or no row would go.
@@ -132,7 +132,7 @@ def trim(base: CheckpointFolder, wanted: Wanted, *, rows: int, multiple: int, me
 def _keep_wanted(
     staying: _Staying, wanted: Wanted, old: Old, tokenizer: Tokenizer, counts: Mapping[int, int]
 ) -> list[str]:
-    """Keep what the plan names; return what each part of it is, in words."""
+    """Keep what the plan names; return a description of each part."""
     said: list[str] = []
     named_ids: set[int] = set()
     if wanted.texts:
@@ -155,7 +155,7 @@ def _keep_wanted(
 
 
 def _keep_needed(staying: _Staying, base: CheckpointFolder, files: Mapping[str, bytes], tokenizer: Tokenizer) -> str:
-    """Keep what every text may need, and what files of the base name; return how many ids that added, in words."""
+    """Keep what every text may need and what the base's files name; describe how many ids that added."""
     added = staying.add(staying.closure.always())
     added += staying.add(tokenizer.all_special_ids)
     added += staying.add(tokenizer.ids(""))
@@ -169,7 +169,7 @@ def _keep_needed(staying: _Staying, base: CheckpointFolder, files: Mapping[str, 
 
 
 def _of_templates(files: Mapping[str, bytes], tokenizer: Tokenizer) -> Iterator[str]:
-    """Texts that chat templates write: what stands in them, and small chats."""
+    """Yield texts that chat templates can write: their literal parts, and small chats."""
     templates = [*_templates(files)]
     for template in templates:
         code = _CODE.findall(template)
@@ -183,12 +183,12 @@ def _of_templates(files: Mapping[str, bytes], tokenizer: Tokenizer) -> Iterator[
                 try:
                     yield tokenizer.render(turns, template=template, prompt=prompt)
                 except BadInput:
-                    # It refuses such a chat, or is no template of chats at all.
+                    # The template refuses such a chat, or is no chat template.
                     continue
 
 
 def _templates(files: Mapping[str, bytes]) -> Iterator[str]:
-    """Every chat template of a folder."""
+    """Yield every chat template of a folder."""
     for name, content in files.items():
         if name == TEMPLATE_FILE or name.endswith(".jinja"):
             yield content.decode("utf-8", "replace")
@@ -201,7 +201,7 @@ def _templates(files: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def script_pattern(names: Sequence[str]) -> re.Pattern[str]:
-    """What finds a character of these scripts, or one that is common to scripts. Raises BadInput for an unknown one."""
+    """Return a pattern for characters of these scripts, or common to scripts. Raises BadInput for an unknown script."""
     import regex  # type: ignore[import-untyped]
 
     for name in names:
@@ -219,7 +219,7 @@ def script_pattern(names: Sequence[str]) -> re.Pattern[str]:
 
 
 def _of_scripts(old: Old, names: Sequence[str]) -> set[int]:
-    """The tokens of the model's vocabulary that are of such characters alone, or of bytes that may be part of one."""
+    """Return the tokens that consist only of characters of these scripts, or of parts of their bytes."""
     pattern = script_pattern(names)
     characters = set(pattern.findall("".join(map(chr, (n for n in range(_LARGEST) if not 0xD800 <= n < 0xE000)))))
     if not old.read.byte_level:
@@ -237,7 +237,7 @@ def _of_scripts(old: Old, names: Sequence[str]) -> set[int]:
 
 
 def _characters(raw: bytes) -> Iterator[bytes]:
-    """The characters of bytes in UTF-8, and what is left of those that were cut at the ends."""
+    """Yield the characters of UTF-8 bytes, including incomplete ones at both ends."""
     at = 0
     while at < len(raw):
         end = at + 1

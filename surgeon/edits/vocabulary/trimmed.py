@@ -1,11 +1,11 @@
-"""A tokenizer with fewer tokens: what must stay with some that stay, and its files with ids that have no gaps.
+"""A tokenizer with fewer tokens: which tokens must stay together, and its files with ids without gaps.
 
-The tokens that stay keep their order, so the new id of one is its place among them. All of it follows from the base's
-files and those ids alone, so `verify` makes the files again and compares them.
+The tokens that stay keep their order, so the new id of a token is its place among them. Everything follows from the
+base's files and the kept ids, so `verify` can make the files again and compare them.
 
-A text all of whose tokens stay is cut as before. BPE carries out, of all merges that it could, the one that was learnt
-first; those that led to a token that stays are here, and none that was not there. WordPiece takes the longest piece
-that it knows, Unigram the best path: with fewer to choose from, what was chosen stays the choice.
+A text whose tokens all stay is cut as before. Of all possible merges, BPE applies the one that was learnt first; all
+merges that lead to a token that stays are kept, and no merge is new. WordPiece takes the longest piece that it knows,
+Unigram the best path: with fewer candidates, the chosen one stays the choice.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from surgeon.errors import BadInput, printable
 
 # Tokenizer files of other programs, which hold a vocabulary of their own.
 OTHER_VOCABULARIES = re.compile(r"(\.model(\.v\w+)?|\.tiktoken|tekken\.json)$")
-# What says which tokens are special: settings of the tokenizer, of answers, of pictures.
+# Files and keys that name special tokens: settings of the tokenizer, of generation, of image processing.
 _SETTINGS = ("tokenizer_config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 _IDS = ("_token_id", "_token_ids", "_token_index", "_token_indices")
 _LISTS = frozenset({"suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"})
-# Ids beside places or numbers.
+# Keys whose values mix ids with positions or other numbers.
 _MIXED = frozenset({"forced_decoder_ids", "sequence_bias"})
-# Entries by their ids.
+# A key whose entries are keyed by ids.
 _ADDED = "added_tokens_decoder"
 _MOST_ITEMS = 8_000_000
 
 
 def renumbered(data: Any, change: Callable[[int], int]) -> Any:
-    """JSON data with the ids in it changed: values of keys that end in `_token_id` and the like, at any depth."""
+    """Return JSON data with its ids changed: values of keys that end in `_token_id` and the like, at any depth."""
     if isinstance(data, list):
         return [renumbered(each, change) for each in data]
     if not isinstance(data, Mapping):
@@ -45,14 +45,17 @@ def renumbered(data: Any, change: Callable[[int], int]) -> Any:
 
 
 def with_tokens(config: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """A config.json whose ids are those of the tokens `kept`; what is no id of the base's stays: -1, or one beyond."""
+    """Return a config.json with the new ids of the tokens `kept`; other numbers stay (-1, or beyond the vocabulary)."""
     new = {old: number for number, old in enumerate(kept)}
     made: dict[str, Any] = renumbered(config, lambda number: new.get(number, number))
     return made
 
 
 def ids_in(data: Any, file: str) -> set[int]:
-    """The ids in JSON data, as `renumbered` finds them. Raises BadInput for settings that mix them with numbers."""
+    """Return the ids in JSON data, as `renumbered` finds them.
+
+    Raises BadInput for settings that mix them with numbers.
+    """
     for name, value in _members(data):
         if name in _MIXED and value:
             raise BadInput(f"{printable(file)}: `{name}` mixes ids with other numbers; take it out before trimming")
@@ -62,7 +65,7 @@ def ids_in(data: Any, file: str) -> set[int]:
 
 
 def ids_named(data: Any) -> set[int]:
-    """The ids in JSON data, as `renumbered` finds them."""
+    """Return the ids in JSON data, as `renumbered` finds them."""
     found: set[int] = set()
 
     def note(number: int) -> int:
@@ -74,7 +77,7 @@ def ids_named(data: Any) -> set[int]:
 
 
 def _members(data: Any) -> Iterator[tuple[str, Any]]:
-    """Every key and value, at any depth."""
+    """Yield every key and value, at any depth."""
     for name, value in data.items() if isinstance(data, Mapping) else ():
         yield name, value
         yield from _members(value)
@@ -89,19 +92,19 @@ def _names_ids(key: object) -> bool:
 def _ids(value: Any, change: Callable[[int], int]) -> Any:
     if isinstance(value, list):
         return [_ids(each, change) for each in value]
-    # True is a number to Python.
+    # True would also be an int in Python.
     return change(value) if type(value) is int else value
 
 
 @dataclass(frozen=True)
 class Merges:
-    """The merges of a BPE by their pairs, the first ones the lowest, and the tokens that they lead to."""
+    """The merges of a BPE as pairs in order of rank, and the pieces from which they build a token."""
 
     read: TokenizerJson
 
     @cached_property
     def pairs(self) -> list[tuple[str, str]]:
-        """Every merge, in the file's order. Raises BadInput where one is no pair."""
+        """Return every merge, in the file's order. Raises BadInput where one is no pair."""
         try:
             return [
                 (one, other)
@@ -114,13 +117,13 @@ class Merges:
 
     @cached_property
     def ranks(self) -> dict[tuple[str, str], int]:
-        """The place of each pair."""
+        """Return the rank of each pair."""
         return {pair: rank for rank, pair in enumerate(self.pairs)}
 
     def parts(self, content: str) -> set[str]:
-        """The pieces on the way from characters to a token, itself and characters among them.
+        """Return the pieces from which merges build a token, itself and its characters included.
 
-        Only itself where its merges lead to other tokens: then it is never made of text by merges.
+        Returns only the token where its merges lead to other tokens: then merges never make it from text.
         """
         pieces, seen = list(content), {content, *content}
         while len(pieces) > 1:
@@ -139,12 +142,12 @@ class Merges:
 
 @dataclass(frozen=True)
 class Closure:
-    """What must stay with a token so that texts of tokens that stay are cut as before."""
+    """The rule for which tokens must stay with a token, so that texts of kept tokens are cut as before."""
 
     read: TokenizerJson
 
     def check(self) -> None:
-        """Raise BadInput for a tokenizer of which it is not known."""
+        """Raise BadInput for a tokenizer for which the rule is not known."""
         for key in ("continuing_subword_prefix", "end_of_word_suffix"):
             if self.read.kind == "BPE" and self.read.model.get(key):
                 raise BadInput(
@@ -161,7 +164,7 @@ class Closure:
         return {number: content for content, number in self.read.vocabulary.items()}
 
     def of(self, number: int) -> set[int]:
-        """A token and, of a BPE, those that it is merged from."""
+        """Return a token and, for a BPE, the tokens that it is merged from."""
         content = self._contents.get(number)
         if content is None or self.read.kind != "BPE":
             return {number}
@@ -169,9 +172,9 @@ class Closure:
         return {number} | {vocabulary[part] for part in self._merges.parts(content) if part in vocabulary}
 
     def always(self) -> set[int]:
-        """Tokens that every text may need: single bytes, what stands for unknown ones, and a Unigram's worst piece.
+        """Return tokens that every text may need: single bytes, the unknown token, and a Unigram's worst piece.
 
-        By the worst piece's score it counts what an unknown character costs.
+        A Unigram derives the cost of an unknown character from its worst piece's score.
         """
         read = self.read
         found = set(read.byte_tokens)
@@ -188,14 +191,14 @@ class Closure:
 
 
 def byte_characters() -> dict[int, str]:
-    """The character by which a byte-level vocabulary writes each byte (GPT-2's table)."""
+    """Return the character by which a byte-level vocabulary writes each byte (GPT-2's table)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + nth) for nth, byte in enumerate(others)}
 
 
 def ids_of_file(name: str, content: bytes) -> set[int]:
-    """The ids that a small file of a base names beside its vocabulary, which must stay. Raises BadInput."""
+    """Return the ids that a side file names outside its vocabulary, which must stay. Raises BadInput."""
     if name == TOKENIZER_FILE:
         data = _parsed(name, content)
         found = ids_in({key: data[key] for key in ("padding", "truncation") if key in data}, name)
@@ -214,14 +217,14 @@ def ids_of_file(name: str, content: bytes) -> set[int]:
 
 
 def trimmed_files(files: Mapping[str, bytes], kept: Sequence[int]) -> dict[str, bytes | None]:
-    """The side files of a base that change where the tokens `kept` stay; None: the output is without this one.
+    """Return the side files that change where only the tokens `kept` stay; None: the file is left out.
 
     `files` are the base's by name. Raises BadInput for a file that cannot be read.
     """
     new = {old: number for number, old in enumerate(kept)}
 
     def change(number: int) -> int:
-        # What is no id of the base's stays: -1, or a mark beyond the vocabulary.
+        # A number that is no id of the base stays: -1, or a mark beyond the vocabulary.
         return new.get(number, number)
 
     made: dict[str, bytes | None] = {}
@@ -274,7 +277,7 @@ def _trimmed_json(content: bytes, new: Mapping[int, int], change: Callable[[int]
 
 
 def _staying(read: TokenizerJson, new: Mapping[int, int]) -> Callable[[tuple[str, str]], bool]:
-    """Whether a merge is of two tokens that stay, into one that stays."""
+    """Return the test of whether a merge joins two kept tokens into a kept token."""
     there = {token for token, number in read.vocabulary.items() if number in new}
     return lambda pair: pair[0] in there and pair[1] in there and pair[0] + pair[1] in there
 
@@ -290,7 +293,7 @@ def _trimmed_merges(content: bytes, files: Mapping[str, bytes], new: Mapping[int
 
 
 def _processed(data: Any, change: Callable[[int], int]) -> Any:
-    """What puts special tokens around a text, with their ids changed."""
+    """Return the post-processor, which puts special tokens around a text, with its ids changed."""
     if not isinstance(data, dict):
         return data
     made = dict(data)
@@ -318,7 +321,7 @@ def _json(data: Any) -> bytes:
 
 
 def to_bits(kept: Iterable[int], rows: int) -> str:
-    """Ids as hexadecimal digits: bit n of the number that they write is set where id n stays."""
+    """Return ids as a hexadecimal number in which bit n is set where id n stays."""
     flags = bytearray((rows + 7) // 8)
     for number in kept:
         flags[number // 8] |= 1 << number % 8
@@ -327,6 +330,6 @@ def to_bits(kept: Iterable[int], rows: int) -> str:
 
 
 def from_bits(bits: str) -> tuple[int, ...]:
-    """The ids that `to_bits` wrote, in their order."""
+    """Return the ids that `to_bits` wrote, in order."""
     flags = int(bits, 16).to_bytes((len(bits) + 1) // 2, "little")
     return tuple(8 * nth + bit for nth, byte in enumerate(flags) if byte for bit in range(8) if byte >> bit & 1)
