@@ -13,7 +13,7 @@ ADAPTER = "mlp.adapter."
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The settings of a gated adapter; an empty `activation` is the FFN's.
+    """The settings of a gated adapter; an empty `activation` means the activation of the FFN.
 
     `l1` and `cross_entropy` are the weights of its local losses.
     """

@@ -176,7 +176,10 @@ def _is_plain(given: Any) -> bool:
 
 
 def _entry(cache: Any, place: int) -> Any:
-    """Return the cache entry at index `place` if keys and values may be owed to it, else None."""
+    """Return the cache entry at index `place` if keys and values may be owed to it, else None.
+
+    A cache that makes its entries on demand gets the missing ones.
+    """
     if type(cache) is not DynamicCache or cache.offloading:
         return None
     if place < len(cache.layers) and getattr(cache.layers[place], "owed", None):

@@ -36,7 +36,7 @@ class Interpolator(Newborn):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its own tensors by name."""
+        """Return the tensors of the rule by name."""
         return {name: getattr(self, name) for name in self.births}
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:

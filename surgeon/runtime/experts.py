@@ -210,7 +210,10 @@ class ExpertGraft(Graft, ExpertRules):
     replaces = (WithSlots,)
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """Replace every module that a slot targets by one with slots; add the router to its layer."""
+        """Replace every module that a slot targets by one with slots; add the router to its layer.
+
+        Returns whether the layer has slots or the router.
+        """
         found: Experts = surgery.of[self.name]
         if index in found.by_layer:
             kind = ExpertLinear if engine_of(config) is None else ExpertAffine

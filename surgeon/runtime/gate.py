@@ -97,7 +97,7 @@ class DomainGate(Leaf):
     def forward(self, hidden_states: Tensor, gating: Gating) -> Tensor:
         """Return where the gate is open for `hidden_states`, B T D: B T, bool.
 
-        Code outside this call reads none of the gate's tensors, so that hooks may load them for the call.
+        The decision reads the gate's tensors only inside this call, so that hooks may load them for it.
         """
         return gating.decide(self, hidden_states) if gating.on is None else gating.on
 

@@ -1,4 +1,10 @@
-"""Mixins that put grafts into native layers and blocks; a model is built natively, then its layers change class."""
+"""Mixins that put grafts into native layers and blocks.
+
+A mixin is the first base of a class with grafts, before the native class: `class UpcycledLlamaDecoderLayer(
+UpcycledLayer, LlamaDecoderLayer)`. A model is built natively; then its layers and blocks change their `__class__`.
+
+Shapes: B batch, T tokens of this forward, D hidden size.
+"""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def read_rows(
 
     A document begins where `position_ids` (B T) are 0; where those of several dimensions decrease in the first, time;
     and where a 4-D mask hides a token from the next one. Raises ValueError where earlier tokens exist that no cache
-    describes. `owner` is the graft, and `what` says in the message why it must know them.
+    describes. `owner` is the graft, `what` the reason in the message why it must know them.
     """
     if flow.packed:
         raise several_in_a_row(what)
@@ -196,7 +196,7 @@ def read_rows(
 
 
 def several_in_a_row(what: str) -> ValueError:
-    """Return the error for a row of several sequences; `what` says in it why their beginnings must be known."""
+    """Return the error for a row of several sequences; `what` is the reason why their beginnings must be known."""
     return ValueError(
         f"several sequences stand in one row, as in continuous batching, but {what}; give each sequence a row of its"
         " own"
@@ -204,7 +204,7 @@ def several_in_a_row(what: str) -> ValueError:
 
 
 def check_one_document(positions: Tensor | None, mask: Any, valid: Tensor, what: str) -> None:
-    """Raise ValueError where a row holds several documents; `what` says in the message why it must hold one.
+    """Raise ValueError where a row holds several documents; `what` is the reason in the message.
 
     It does where positions do not ascend, or where a 4-D mask shows a token anything but all tokens without padding.
     """

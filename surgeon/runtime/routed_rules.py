@@ -25,7 +25,7 @@ class RoutedSpec:
     """The experts of one layer: their number, the neurons of each (`size`), and the experts of a token (`top_k`).
 
     An expert has the FFN's form. `gated`: the FFN has a gate matrix. `biased`: the matrices that read in the FFN have
-    biases. An empty `activation` is the FFN's.
+    biases. An empty `activation` means the activation of the FFN.
     """
 
     layer: int

@@ -158,7 +158,7 @@ def engine_of(config: Any) -> str | None:
 def refuse_engine(config: Any, what: str, instead: str) -> None:
     """Raise ValueError where an engine replaced the attention, as a graft could then compute wrong values silently.
 
-    `what` says in the message why it could, `instead` what to do.
+    In the message, `what` is the reason and `instead` the advice.
     """
     engine = engine_of(config)
     if engine is not None:

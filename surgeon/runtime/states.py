@@ -79,7 +79,7 @@ class ControlBank(nn.Module):
         self.gates = nn.ModuleDict({name: MixtureGate(spec, len(choice), width) for name, choice in gates.items()})
 
     def choice_of(self, site: int) -> list[int]:
-        """The control states that a site's gate chooses among."""
+        """Return the numbers of the control states among which a site's gate chooses."""
         return self.spec.choice_of(site, self.blocks)
 
 
@@ -236,7 +236,7 @@ class StatesGraft(Graft, StatesRules):
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Return values in fp64 (fp32 on MPS): a document's sum is a difference of two sums, which fp32 would round."""
+    """Return values in fp64, as a document's sum is a difference of two sums; in fp32 on MPS, which has no fp64."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 

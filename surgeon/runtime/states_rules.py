@@ -75,7 +75,7 @@ class MixtureSpec:
         return {self.gate_of(site, kinds): self.choice_of(site, kinds) for site in every}
 
     def gate_of(self, site: int, kinds: Sequence[str]) -> str:
-        """Return the name of a site's gate: `shared` by all sites, by sites of one kind of block, or by none."""
+        """Return the name of a site's gate; by `shared`, one gate serves all sites, one kind of block, or one site."""
         return {"all": "all", "by_kind": kinds[site], "none": f"site_{site}"}[self.shared]
 
     def choice_of(self, site: int, kinds: Sequence[str]) -> list[int]:
