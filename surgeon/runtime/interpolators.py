@@ -103,7 +103,7 @@ class Lerp(Interpolation):
 
 
 class Dlerp(Interpolation):
-    """Dynamic lerp: (1 − α) p + α e, α = σ(W [p, e] + b) for every token; b is fixed unless `learnable`."""
+    """Lerp with its own α for every token: (1 − α) p + α e, α = σ(W [p, e] + b); b stays logit α unless `learnable`."""
 
     key = "dlerp"
     scalar_alpha = False
@@ -112,11 +112,11 @@ class Dlerp(Interpolation):
     states: ClassVar[int] = 2
 
     def matrices(self, width: int) -> dict[str, Birth]:
-        """Return W = 0, so that every token begins with the stated α."""
+        """Return the birth of W: zeros, so that every token begins with the stated α."""
         return {"weight": Fill((1, self.states * width))}
 
     def learned(self, alpha: float) -> dict[str, Birth]:
-        """Return the bias b = logit α."""
+        """Return the birth of the bias b: logit α."""
         return {"bias": Fill((1,), log_odds(alpha))}
 
     def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
@@ -155,11 +155,11 @@ class MixtureOfTwo(Interpolation):
     unmergeable = "chooses α for every token"
 
     def matrices(self, width: int) -> dict[str, Birth]:
-        """Return W random, with the default variance of a linear layer, so that both branches get tokens at once."""
+        """Return the birth of W: random, with a linear layer's variance, so that both branches get tokens at once."""
         return {"weight": Normal((2, width), 1 / math.sqrt(3 * width))}
 
     def learned(self, alpha: float) -> dict[str, Birth]:
-        """Return the bias b = (0, logit α)."""
+        """Return the birth of the bias b: (0, logit α)."""
         return {"bias": Values((2,), values=(0.0, log_odds(alpha)))}
 
     def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
@@ -183,12 +183,12 @@ class Lateral(Interpolation):
     """
 
     def matrices(self, width: int) -> dict[str, Birth]:
-        """Return W − I = 0."""
+        """Return the birth of W − I: zeros."""
         return {"weight": Fill((width, width))}
 
 
 class Plerp(Lateral):
-    """Projected lerp: (1 − α) W p + α e."""
+    """Lerp with a projection of the pre-trained branch: (1 − α) W p + α e."""
 
     key = "plerp"
     unmergeable = "projects the pre-trained branch, which no single layer can do"

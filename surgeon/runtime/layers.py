@@ -116,7 +116,7 @@ class UpcycledLayer(nn.Module):
         self.inserted = index in surgery.inserted
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer in this thread's flow, store its routing, decision and losses there; return the native form."""
+        """Run the layer; store its routing, decision and losses in this thread's flow; return the native form."""
         flow = here.flow if here.flow is not None and (self.grafts or here.flow.off) else None
         # Tensors that carry gradient are passed by position, as reentrant checkpointing needs.
         routing, on = (None, None) if flow is None else (flow.routing, flow.on)
