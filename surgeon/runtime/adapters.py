@@ -1,8 +1,8 @@
 """Gated adapters parallel to the FFN (Neutral Residues, arXiv:2410.02744, section 3, figure 2).
 
-Shapes: B batch, T tokens, D hidden size. The adapter's output is added to the FFN's output inside the MLP module. Where
-a model type normalises what the FFN adds to the residual stream (Gemma 2 and 3, OLMo 2), the sum is normalised. So a
-silent adapter leaves the layer exactly as it was, and no norm gets only the zeros of a silent adapter.
+Shapes: B batch, T tokens, D hidden size. The adapter's output is added to the FFN's output inside the MLP module.
+Where a model type normalises what the FFN adds to the residual stream (Gemma 2 and 3, OLMo 2), the sum is normalised.
+So a silent adapter leaves the layer exactly as it was, and no norm gets only the zeros of a silent adapter.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ layer; consecutive skipped layers share it) and records each operation on the ca
 again, it is first called with these inputs, in the same order and the same pieces. So its keys and values equal those
 of a layer that always ran, to the bit. Such a late call computes only the keys and values.
 
-Whether to skip is decided once a forward, and only where no graph or gradient needs the whole computation. Only entries
-of a plain `DynamicCache` that hold nothing but keys and values can be owed, and never the first entry of a kind, by
-which transformers sizes masks. A layer always runs where it gets or returns anything else, where it has hooks, and
-where its hidden states or attentions are recorded.
+Whether to skip is decided once a forward, and only where no graph or gradient needs the whole computation. Only
+entries of a plain `DynamicCache` that hold nothing but keys and values can be owed, and never the first entry of a
+kind, by which transformers sizes masks. A layer always runs where it gets or returns anything else, where it has
+hooks, and where its hidden states or attentions are recorded.
 """
 
 from __future__ import annotations

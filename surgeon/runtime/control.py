@@ -1,7 +1,7 @@
 """Control blocks (Control LLM, arXiv:2501.10979, sections 3.2 and 3.3): a layer and its expanded twin, interpolated.
 
-The twin is a layer of the tail that lies inside its trunk layer. Both read the same input, and an interpolator combines
-the two outputs. A divergence loss keeps the twin's output near the trunk layer's.
+The twin is a layer of the tail that lies inside its trunk layer. Both read the same input, and an interpolator
+combines the two outputs. A divergence loss keeps the twin's output near the trunk layer's.
 
 Shapes: B batch, T tokens, D hidden size.
 """

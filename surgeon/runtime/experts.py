@@ -2,9 +2,9 @@
 
 Shapes: B batch, T tokens, D hidden size, S slots, R the sum of the ranks of a group's slots.
 
-W' x = W₀ x + Σ_k G(h_τ)_k s_k B_k A_k x (Eq. 5), G = softmax(h_τ W_g) (Eq. 4); s_k is LoRA's scale. Slots of one group
-are computed as one product: A stacked by rows, B by columns, G between them. Each group has a product of its own, so
-that a later surgery that adds a group leaves the results of the other groups unchanged, to the bit.
+W' x = W₀ x + Σ_k G(h_τ)_k s_k B_k A_k x (Eq. 5), G = softmax(h_τ W_g) (Eq. 4); s_k is LoRA's scale. Slots of one
+group are computed as one product: A stacked by rows, B by columns, G between them. Each group has a product of its
+own, so that a later surgery that adds a group leaves the results of the other groups unchanged, to the bit.
 
 A later group has a mass m, zero at birth. With g the distribution over the slots before the group and g' the softmax
 over all slots, old slots have the weights g + m (g' − g), and new ones g'. So at birth old slots keep their weights,

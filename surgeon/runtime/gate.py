@@ -2,9 +2,9 @@
 
 Shapes: B batch, T tokens, D hidden size, U units of the classifier.
 
-The gate reads h, the input of its layer, which only modules of the base have computed. Each token gives one number e_t,
-its evidence for new text: w ĥ_t + o (`linear`) or a · relu(W ĥ_t + b) + o (`mlp`), where ĥ is h divided by its root
-mean square. The gate is closed at the beginning of every document.
+The gate reads h, the input of its layer, which only modules of the base have computed. Each token gives one number
+e_t, its evidence for new text: w ĥ_t + o (`linear`) or a · relu(W ĥ_t + b) + o (`mlp`), where ĥ is h divided by its
+root mean square. The gate is closed at the beginning of every document.
 
 `cusum` is Page's test (Biometrika 1954) in both directions. With e_t clamped to ±4,
     u ← min(max(u + e_t − 1, 0), threshold)    opens the gate where it passes the threshold,
@@ -17,9 +17,9 @@ Without `closes` the gate stays open to the end of the document, because later t
 contain what was added.
 
 Where the gate is closed, `torch.where` replaces the output of each switched module by the base's value, so that no
-rounding lets an addition through. A token has the base's logits, bit for bit, if the gate is closed for this token and
-for all tokens before it in its document. If the gate is closed for a whole forward, the switched modules do not run
-(`closing`).
+rounding lets an addition through. A token has the base's logits, bit for bit, if the gate is closed for this token
+and for all tokens before it in its document. If the gate is closed for a whole forward, the switched modules do not
+run (`closing`).
 
 Evidence is summed and compared with thresholds in integer units of 2⁻¹⁶, so that sums do not depend on the order of
 additions: a prefix gets the same sums in one forward, token by token over a KV cache, and in a packed row.

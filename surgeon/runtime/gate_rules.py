@@ -4,8 +4,8 @@
                      "false_positives": 0.03, "opens": 7.0}],
     "gated": [{"layer": 3, "inserted": true, "grafts": []}, {"layer": 4, "inserted": false, "grafts": ["adapters"]}]
 
-The gate reads the input of its `layer`. `gated` lists, for each layer, what takes part only where the gate is open: the
-grafts in the layer, by their names, and with `inserted` the whole layer, which a surgery inserted.
+The gate reads the input of its `layer`. `gated` lists, for each layer, what takes part only where the gate is open:
+the grafts in the layer, by their names, and with `inserted` the whole layer, which a surgery inserted.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Rules that only the planner needs are in `surgeon.grafts`.
 
-Two terms: the trunk is the model's main stack of layers; the tail is the layers after it in config.json. Each layer of
-the tail is the expanded twin of one trunk layer; in the model it lies inside that layer.
+Two terms: the trunk is the model's main stack of layers; the tail is the layers after it in config.json. Each layer
+of the tail is the expanded twin of one trunk layer; in the model it lies inside that layer.
 """
 
 from __future__ import annotations

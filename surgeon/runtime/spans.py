@@ -1,9 +1,9 @@
 """Blocks that native code does not keep in one module: grafts act where such a block ends.
 
-In BERT one module holds the FFN's first matrix; another one holds the second matrix, adds the residual and normalises.
-OPT's layers call the two matrices themselves. So two modules of a block change their classes. The start, the module
-that reads the block's input, keeps this input. The end, the module whose output is added to the residual stream, adds
-the output of grafts to its own, before any norm of the sum.
+In BERT one module holds the FFN's first matrix; another one holds the second matrix, adds the residual and
+normalises. OPT's layers call the two matrices themselves. So two modules of a block change their classes. The start,
+the module that reads the block's input, keeps this input. The end, the module whose output is added to the residual
+stream, adds the output of grafts to its own, before any norm of the sum.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 Shapes: B batch, T tokens, D hidden size, L control states among which a gate chooses, K of them chosen.
 
-A site s is one block with a control state. It adds to its block's output α g_s(x) + (1 − α) Σ_k π_k(x) g_k(x) (Eq. 9),
-with g_k(x) = B_k A_k x, B zero at birth, x the block's input, and π the gate's probabilities of the K chosen control
-states, scaled to sum to one (Eq. 10: the softmax over the chosen scores). K = 0 is Parallel Control: g_s(x). Where a
-model type normalises what a block adds to the residual stream (Gemma 2 and 3, OLMo 2), the sum of block and control is
-normalised.
+A site s is a block with a control state. It adds to its block's output α g_s(x) + (1 − α) Σ_k π_k(x) g_k(x) (Eq. 9),
+with g_k(x) = B_k A_k x, B zero at birth, x the block's input, and π the gate's probabilities of the K chosen
+control states, scaled to sum to one (Eq. 10: the softmax over the chosen scores). K = 0 is Parallel Control: g_s(x).
+Where a model type normalises what a block adds to the residual stream (Gemma 2 and 3, OLMo 2), the sum of block and
+control is normalised.
 
-In training all tokens of a batch share one choice (appendix B): the K control states with the highest mean probability
-(`batch_mean`) or with the most tokens that choose them (`batch_mode`). With `token` each token chooses instead.
-At inference each token chooses, by its own probabilities (`token`) or by their mean over its document up to it
-(`prefix_mean`): a token's choice never depends on later tokens, on padding or on other documents of the batch. In
+In training all tokens of a batch share one choice (appendix B): the K control states with the highest mean
+probability (`batch_mean`) or with the most tokens that choose them (`batch_mode`). With `token` each token chooses
+instead. At inference each token chooses, by its own probabilities (`token`) or by their mean over its document up to
+it (`prefix_mean`): a token's choice never depends on later tokens, on padding or on other documents of the batch. In
 encoders, where tokens attend to their whole sequence, the mean is over the sequence (`sequence_mean`).
 
 The model keeps all control states in one bank: a site also uses control states of other layers.
