@@ -1,4 +1,4 @@
-"""The code that ships inside checkpoints, as readable modules; `surgeon.grafts.bundle` joins them into one file.
+"""The code that ships inside checkpoints, as modules; `surgeon.grafts.bundle` joins them into `modeling_surgeon.py`.
 
-It imports torch, transformers and the standard library only.
+It imports only torch, transformers and the standard library.
 """

@@ -1,8 +1,8 @@
 """Gated adapters parallel to the FFN (Neutral Residues, arXiv:2410.02744, section 3, figure 2).
 
-Shapes: B batch, T tokens, D hidden size. The adapter's output joins the FFN's inside the MLP module. Where a family
-normalises what the FFN adds to the residual stream (Gemma 2 and 3, OLMo 2), it is normalised together with it: then a
-silent adapter leaves the layer exactly as it was, and the zero output matrix does not stand alone under a norm.
+Shapes: B batch, T tokens, D hidden size. The adapter's output is added to the FFN's output inside the MLP module.
+Where a model type normalises what the FFN adds to the residual stream (Gemma 2 and 3, OLMo 2), the sum is normalised.
+So a silent adapter leaves the layer exactly as it was, and no norm gets only the zeros of a silent adapter.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from .rules import Surgery
 
 
 class SilentLinear(Leaf, nn.Linear):
-    """A matrix that writes."""
+    """An adapter's output matrix; zero at birth."""
 
 
 class BlockGate(Leaf):
-    """One scalar for each token and block, before its non-linearity: w · x. No `nn.Linear`, which quantisers take."""
+    """A gate score for each token, w · x, before the non-linearity; no `nn.Linear`, as quantisers replace those."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, width))
 
     def initialise(self) -> None:
-        """As transformers fills matrices."""
+        """Fill w with normal values of std 0.02, as transformers fills matrices."""
         init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """B T D to B T 1."""
+        """Return the score w · x: B T D to B T 1."""
         return F.linear(x, self.weight)
 
 
 class GatedAdapter(nn.Module):
-    """g(w · x) · W_o (σ(W_g x) ⊙ W_i x), with σ the backbone's activation and g ReLU, sigmoid or 1."""
+    """A gated adapter, g(w · x) · W_o (σ(W_g x) ⊙ W_i x), with σ the backbone's activation and g ReLU, sigmoid or 1."""
 
     def __init__(self, spec: AdapterSpec, width: int, activation: str) -> None:
         super().__init__()
@@ -56,27 +56,27 @@ class GatedAdapter(nn.Module):
         self.act_fn = ACT2FN[activation]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """B T D to the adapter's output, B T D, and the gate before its non-linearity, B T 1."""
+        """Return the adapter's output for x, B T D both, and the gate's score, B T 1; None: there is no gate."""
         output = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         score = None if self.gate is None else self.gate(x)
         return output if score is None else self.opening(score) * output, score
 
     def opening(self, score: Tensor) -> Tensor:
-        """How open the gate is for a score."""
+        """Return g(score), by which the adapter's output is multiplied."""
         return F.relu(score) if self.spec.gate == "relu" else torch.sigmoid(score)
 
 
 class AdapterGraft(Graft, AdapterRules):
-    """Gated adapters."""
+    """The graft that adds gated adapters to the outputs of FFNs."""
 
     remembers_nothing = True
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
-        """The MLP."""
+        """Return the MLP, where layer `index` has an adapter."""
         return ("mlp",) if index in surgery.of[self.name] else ()
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """The adapter stands in the MLP."""
+        """Put the layer's adapter into its MLP module; return whether the layer has one."""
         spec: AdapterSpec | None = surgery.of[self.name].get(index)
         if spec is not None:
             activation = spec.activation or getattr(config, layer.activation_field)
@@ -85,27 +85,30 @@ class AdapterGraft(Graft, AdapterRules):
         return spec is not None
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
-        """FFN(x) + adapter(x)."""
+        """Return FFN(x) + adapter(x); measure the local losses, where losses are asked for and domains are known."""
         made: tuple[Tensor, Tensor | None] = block.adapter(x)
         if frame is not None and frame.valid is not None and frame.domains is not None:
             measure(block.adapter.spec, made[0], made[1], frame, frame.valid, frame.domains)
         return output + made[0]
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
-        """Adapters."""
+        """Return the class and the number of adapters."""
         return {"adapters": (GatedAdapter, len(surgery.of[self.name]))}
 
 
 def measure(spec: AdapterSpec, adapted: Tensor, score: Any, frame: Flow, valid: Tensor, domains: Tensor) -> None:
-    """The local losses of an adapter, of its output (B T D) and the gate before its sigmoid (B T 1)."""
+    """Add an adapter's local losses to the frame, from its output (B T D) and its gate's score (B T 1; None: no gate).
+
+    `valid` (B T, bool): the tokens that count. `domains` (B T): 0 is the original domain.
+    """
     valid, domains = valid.to(adapted.device), domains.to(adapted.device)
     precise = torch.promote_types(adapted.dtype, torch.float32)
     if spec.l1 > 0:
-        # ‖output‖₁ / D on tokens of the original domain.
+        # The mean of ‖output‖₁ / D over tokens of the original domain.
         l1 = adapted.abs().sum(dim=-1, dtype=precise) / adapted.shape[-1]
         frame.measure("local_l1_loss", masked_mean(l1, valid & (domains == 0)))
     if spec.cross_entropy > 0 and score is not None:
-        # The gate classifies domains, on all tokens.
+        # The gate as a classifier of new domains, over all tokens.
         new = (domains > 0).to(precise)
         crossed = F.binary_cross_entropy_with_logits(score.squeeze(-1).to(precise), new, reduction="none")
         frame.measure("local_cross_entropy_loss", masked_mean(crossed, valid))

@@ -1,4 +1,4 @@
-"""Gated adapters, `adapters` and `local_loss` of `config.surgery`: what is said of them."""
+"""Gated adapters in `config.surgery`: the keys `adapters` and `local_loss`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ ADAPTER = "mlp.adapter."
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One gated adapter; `activation` is empty for the FFN's, `l1` and `cross_entropy` weigh its local losses."""
+    """The settings of a gated adapter; an empty `activation` means the activation of the FFN.
+
+    `l1` and `cross_entropy` are the weights of its local losses.
+    """
 
     layer: int
     size: int
@@ -26,7 +29,7 @@ class AdapterSpec:
 
 
 class AdapterRules(GraftRules):
-    """Gated adapters."""
+    """The rules of gated adapters."""
 
     name = "adapters"
     keys = ("adapters", "local_loss")
@@ -35,15 +38,15 @@ class AdapterRules(GraftRules):
     )
 
     def read(self, raw: Mapping[str, Any]) -> dict[int, AdapterSpec]:
-        """Adapters by layer."""
+        """Return the adapters by layer."""
         specs = (AdapterSpec(**entry, **raw.get("local_loss") or {}) for entry in raw.get("adapters", ()))
         return {spec.layer: spec for spec in specs}
 
     def trains(self, surgery: Surgery) -> list[str]:
-        """Every adapter that is not frozen."""
+        """Return the name prefix of every adapter that is not frozen."""
         specs = surgery.of[self.name].values()
         return [f"layers.{spec.layer}.{ADAPTER}" for spec in specs if not spec.frozen]
 
     def needs_domains(self, surgery: Surgery) -> bool:
-        """Whether a local loss has a weight."""
+        """Return whether a local loss has a weight above 0."""
         return any(spec.l1 > 0 or spec.cross_entropy > 0 for spec in surgery.of[self.name].values())

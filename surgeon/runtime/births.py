@@ -1,4 +1,4 @@
-"""What a graft's tensors hold at birth: data that the planner makes recipes of, and modules their first values."""
+"""The values of a graft's tensors at birth: the planner makes recipes from them, and modules their initial values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Birth:
-    """What a tensor holds at birth: independent normal values around `value`, or that one where `std` is 0."""
+    """The values of a tensor at birth: independent normal values around `value`, or only `value` where `std` is 0."""
 
     shape: tuple[int, ...]
     std: float = 0.0
     value: float = 0.0
 
     def fill(self, tensor: Tensor) -> None:
-        """Give a tensor its values, where no checkpoint did."""
+        """Fill a tensor with its values at birth, unless a checkpoint has filled it."""
         import transformers.initialization as init
 
         if self.std:
@@ -28,11 +28,11 @@ class Birth:
 
 
 class Normal(Birth):
-    """Independent normal values around zero."""
+    """A birth with independent normal values around zero."""
 
 
 class Fill(Birth):
-    """One value everywhere."""
+    """A birth with one value everywhere."""
 
     def __init__(self, shape: tuple[int, ...], value: float = 0.0) -> None:
         super().__init__(shape, 0.0, value)
@@ -40,12 +40,12 @@ class Fill(Birth):
 
 @dataclass(frozen=True)
 class Values(Birth):
-    """These values."""
+    """A birth with the listed values."""
 
     values: tuple[float, ...] = ()
 
     def fill(self, tensor: Tensor) -> None:
-        """Give a tensor its values, where no checkpoint did."""
+        """Fill a tensor with the listed values, unless a checkpoint has filled it."""
         import torch
         import transformers.initialization as init
 

@@ -1,14 +1,15 @@
-"""What a domain gate spares while it is closed for all tokens of a forward: what it switches does not run.
+"""Skipping modules that a domain gate switches, while the gate is closed for all tokens of a forward.
 
-Then a layer with adapters, slots or a branch is its base's, and an inserted one hands on what it gets. What inserted
-layers and branches would put into a cache is owed: the cache keeps what went in instead (B T D a layer; layers one
-after the other share it), with all that is done to the cache in between. They are called with it, in the same order
-and the same pieces, as soon as they run again, so that their keys and values are those of layers that always ran, to
-the bit; of such a late call nothing but the keys and values is computed.
+A layer with adapters, slots or a branch then runs as the base's layer, and an inserted layer returns its input.
+Inserted layers and branches then owe keys and values to the KV cache: the cache keeps their input instead (B T D a
+layer; consecutive skipped layers share it) and records each operation on the cache in between. When such a layer runs
+again, it is first called with these inputs, in the same order and the same pieces. So its keys and values equal those
+of a layer that always ran, to the bit. Such a late call computes only the keys and values.
 
-It is decided once a forward, and only where no graph or gradient asks for all of it. Owed are entries of a plain
-`DynamicCache` that hold keys and values alone, never the first of their kind, by which transformers measures masks.
-Whatever else a layer is given or returns, or where it has hooks, or its states or attention are recorded, it runs.
+Whether to skip is decided once a forward, and only where no graph or gradient needs the whole computation. Only
+entries of a plain `DynamicCache` that hold nothing but keys and values can be owed, and never the first entry of a
+kind, by which transformers sizes masks. A layer always runs where it gets or returns anything else, where it has
+hooks, and where its hidden states or attentions are recorded.
 """
 
 from __future__ import annotations
@@ -30,34 +31,35 @@ from .layers import LAYER_NUMBERS, UpcycledLayer, in_flow
 from .rules import Surgery
 
 _OFF = Flow(off=True)
-# What stands in the place of the cache among the arguments that are kept.
+# Replaces the cache among the arguments that are kept.
 _CACHE = "the cache"
-# What may be done to an entry between two forwards.
+# Operations on a cache entry that may occur between two forwards.
 _DONE = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
 
 
 class GatedLayer(UpcycledLayer):
     """A trunk layer of a model with a gate.
 
-    `spared`: closed, it is its base's layer, and leaves nothing for later tokens but in a cache. `owing` are those that
-    then do not run and have entries there, by their place: the layer itself, where it was inserted (None), its twin.
+    `spared`: while the gate is closed, the layer equals its base's layer (an inserted layer: its input) and keeps
+    nothing for later tokens except in a KV cache, so that it may be skipped. `owing` maps the index of each cache entry
+    that skipping leaves unfilled to the module that fills it: None for the layer itself (inserted), or its twin.
     """
 
-    # Where `decides`.
+    # Only in the layer that `decides`.
     domain_gate: Any
-    # Of a layer that nobody composed, as transformers builds one for MTP.
+    # Defaults for a layer without a call of `compose`, such as one that transformers builds for MTP.
     spared = False
     owing: Mapping[int, nn.Module | None] = {}
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
-        """Let grafts in."""
+        """Add grafts to the layer, and set whether it may be skipped while the gate is closed."""
         super().compose(config, index, surgery)
         twin = self._modules.get("expanded")
         owing: dict[int, nn.Module | None] = {index: None} if self.layer_gated else {}
         if twin is not None:
             owing |= {branch: twin for branch, home in surgery.homes.items() if home == index}
         self.owing = owing
-        # A router is needed only where slots run.
+        # In a layer without slots, `experts` is only the router, which nothing needs while all slots are skipped.
         slots = "experts" if "slotted" not in vars(self) else ""
         own = all(graft.name in {*self.gated, slots} or graft.name == "gate" for graft in self.grafts)
         forgetful = all(_keeps_nothing(graft, surgery) for graft in self.grafts)
@@ -65,7 +67,7 @@ class GatedLayer(UpcycledLayer):
         self.spared = (own or self.layer_gated) and forgetful and plain and self._numbered()
 
     def _numbered(self) -> bool:
-        """Whether what may owe knows its place in a cache by itself."""
+        """Return whether every module that may owe keys and values stores the index of its cache entry itself."""
         own = [module for name, module in self.named_modules() if not name.startswith("expanded")]
         return all(
             {vars(module).get(name) for module in (own if owner is None else owner.modules()) for name in LAYER_NUMBERS}
@@ -75,7 +77,7 @@ class GatedLayer(UpcycledLayer):
         )
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As a layer's, or without what the gate closes for all."""
+        """Run the layer, or skip what the gate switches there if it is closed for all tokens."""
         flow = here.flow
         gating = None if flow is None or flow.off else flow.gating
         if flow is None or gating is None:
@@ -94,11 +96,11 @@ class GatedLayer(UpcycledLayer):
         return output
 
     def _watched(self) -> bool:
-        """Whether somebody waits for its call: hooks, or what loads its weights for it."""
+        """Return whether other code depends on the layer's call: hooks, or a replaced `forward` that loads weights."""
         return bool(self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self))
 
     def _as_the_bases(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the native layer returns; without calling all that would only find out that it does nothing."""
+        """Return the native layer's output, without the calls of grafts that would all change nothing."""
         previous, here.frame = here.frame, Flow(off=True, shape=hidden_states.shape)
         try:
             return super(UpcycledLayer, self).forward(hidden_states, *args, **kwargs)
@@ -106,10 +108,10 @@ class GatedLayer(UpcycledLayer):
             here.frame = previous
 
     def _owes(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any], gating: Any) -> bool:
-        """Keep what went in for those that need not run; whether that is so."""
+        """Keep the layer's input for each module in `owing`; return whether the layer may be skipped."""
         if not self.owing:
             return True
-        # Most layers of a forward get the same.
+        # Most layers of a forward get the same arguments, which are looked at once.
         asked = (*kwargs, *map(id, args), *map(id, kwargs.values()))
         if gating.given is None or gating.given[0] != asked:
             gating.given = asked, *_kept_of(args, kwargs)
@@ -122,7 +124,7 @@ class GatedLayer(UpcycledLayer):
         return True
 
     def _pay(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Make the keys and values that are owed to the cache that a forward got."""
+        """Compute the keys and values that this layer owes to the caches among its arguments."""
         for cache in (each for each in (*args, *kwargs.values()) if self.owing and isinstance(each, DynamicCache)):
             for place, owner in self.owing.items():
                 entry = cache.layers[place] if place < len(cache.layers) else None
@@ -132,14 +134,14 @@ class GatedLayer(UpcycledLayer):
 
 
 def spare_routers(layers: Sequence[GatedLayer]) -> None:
-    """Let routers run while the gate is closed where slots do."""
+    """Let the layer with the router run while the gate is closed, if any layer with slots runs then."""
     slots = all(layer.spared for layer in layers if "slotted" in vars(layer))
     for layer in layers:
         layer.spared = layer.spared and (slots or not layer.routes)
 
 
 def _keeps_nothing(graft: Graft, surgery: Surgery) -> bool:
-    """Whether a graft leaves nothing for later tokens but in its layer's entry of a cache."""
+    """Return whether a graft keeps nothing for later tokens except in its layer's cache entry."""
     mixture = getattr(surgery.of[graft.name], "mixture", None)
     if mixture is not None:
         return not mixture.by_sequence or mixture.inference_routing != "prefix_mean"
@@ -152,11 +154,14 @@ def _run_off(call: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _kept_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any, tuple[Any, ...]]:
-    """Whether a layer that gets these can do without a call; the cache among them; and they without it."""
+    """Return whether a layer with these arguments may be skipped, their cache, and the arguments to keep.
+
+    In the arguments to keep, `_CACHE` replaces the cache.
+    """
     given = (*args, *kwargs.values())
     caches = [each for each in given if isinstance(each, Cache)]
     recorder = getattr(output_capturing, "_active_collector", None)
-    # With no cache, a layer that is told to keep something does so elsewhere.
+    # If no cache is given but some argument is True (such as `use_cache`), the layer keeps its state elsewhere.
     keeps = len(caches) > 1 or (not caches and any(each is True for each in given))
     plain = not keeps and all(map(_is_plain, given)) and not (recorder and recorder.get())
     rest = [_CACHE if isinstance(each, Cache) else each for each in given]
@@ -164,14 +169,17 @@ def _kept_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any, tu
 
 
 def _is_plain(given: Any) -> bool:
-    """Whether a layer can do nothing with an argument but read it, or it is the cache."""
+    """Return whether an argument is the cache, or of a type that a layer only reads."""
     if isinstance(given, tuple):
         return all(isinstance(each, Tensor) for each in given)
     return given is None or isinstance(given, Tensor | int | float | str | Cache)
 
 
 def _entry(cache: Any, place: int) -> Any:
-    """A cache's entry that may be owed; None: there is none."""
+    """Return the cache entry at index `place` if keys and values may be owed to it, else None.
+
+    A cache that makes its entries on demand gets the missing ones.
+    """
     if type(cache) is not DynamicCache or cache.offloading:
         return None
     if place < len(cache.layers) and getattr(cache.layers[place], "owed", None):
@@ -185,18 +193,21 @@ def _entry(cache: Any, place: int) -> Any:
 
 
 def _log(entry: Any) -> list[tuple[Any, ...]]:
-    """What an entry is owed: what went in, and what was done to the cache since, in this order."""
+    """Return the list of what is owed to an entry: layer inputs and later cache operations, in order.
+
+    The first call creates the list and makes the entry record operations.
+    """
     if not getattr(entry, "owed", None):
         entry.owed = []
         for name in ("reset", *_DONE):
-            # Past the entry's class, which stays transformers' own; copied or pickled, it is the copy's.
+            # On the instance, as the class is transformers' own. A copied or pickled entry gets its own.
             setattr(entry, name, partial(_done, entry, name))
     found: list[tuple[Any, ...]] = entry.owed
     return found
 
 
 def _done(entry: Any, name: str, *given: Any) -> None:
-    """Note what is done to an entry that is owed something."""
+    """Record the cache operation `name` on an entry that is owed something; `reset` runs and clears what is owed."""
     if name == "reset":
         _settle(entry)
         entry.reset()
@@ -205,7 +216,7 @@ def _done(entry: Any, name: str, *given: Any) -> None:
 
 
 def _settle(entry: Any) -> list[tuple[Any, ...]]:
-    """Take what an entry is owed, after which it is as any other."""
+    """Return what is owed to an entry, and make the entry an ordinary one again."""
     owed: list[tuple[Any, ...]] = entry.owed
     for name in ("owed", "reset", *_DONE):
         delattr(entry, name)
@@ -213,15 +224,18 @@ def _settle(entry: Any) -> list[tuple[Any, ...]]:
 
 
 class _Made(Exception):
-    """The keys and values that are needed are there."""
+    """The signal that ends a late call: the keys and values have been computed."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def _paid(cache: Any, entry: Any, run: Any, modules: Sequence[nn.Module]) -> None:
-    """Call a layer with all that its entry is owed, as it would have been."""
+    """Fill an entry: call its layer with each owed input, and apply each recorded operation, in order.
+
+    A call ends when it has computed keys and values, unless `modules`, those of the layer, have hooks.
+    """
     whole = any(module._forward_hooks or hasattr(module, "_hf_hook") for module in modules)
-    # A cache as it was then: every layer had as many tokens as this one.
+    # The cache as the layer would have seen it then: every entry had as many tokens as this one.
     then = copy.copy(cache)
     then.layers = [entry] * len(cache.layers)
     if not whole:

@@ -1,7 +1,7 @@
 """Control blocks (Control LLM, arXiv:2501.10979, sections 3.2 and 3.3): a layer and its expanded twin, interpolated.
 
-The twin is a layer of the tail, moved beside its trunk layer: both read the same input, and an interpolator makes one
-of the two branches.
+The twin is a layer of the tail that lies inside its trunk layer. Both read the same input, and an interpolator
+combines the two outputs. A divergence loss keeps the twin's output near the trunk layer's.
 
 Shapes: B batch, T tokens, D hidden size.
 """
@@ -25,7 +25,7 @@ from .twins import BranchLayer
 
 
 class Interpolator(Newborn):
-    """Two branches become one by the equation of its `rule`, whose tensors it keeps."""
+    """A module that combines two branches by the equation of `rule`, and holds the rule's tensors."""
 
     def __init__(self, rule: Interpolation, spec: InterpolatorSpec, width: int) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class Interpolator(Newborn):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
+        """Return the tensors of the rule by name."""
         return {name: getattr(self, name) for name in self.births}
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
-        """Combined states B T D, and α; in eval `inference_alpha`, if one is given."""
+        """Return the combined states, B T D, and α; outside of training α is `inference_alpha`, if one is given."""
         tensors = self.tensors
         if self.training or self.inference_alpha is None:
             share = self.rule.share(tensors, self.alpha, hidden, pretrained, expanded)
@@ -49,15 +49,15 @@ class Interpolator(Newborn):
         return self.rule.join(tensors, pretrained, expanded, share), share
 
     def anchor(self, pretrained: Tensor) -> Tensor:
-        """What the divergence pulls the expanded branch towards."""
+        """Return the states towards which the divergence pulls the expanded branch, B T D."""
         return self.rule.anchor(self.tensors, pretrained.detach())
 
 
 class ControlGraft(Graft, ControlRules):
-    """Control blocks; `interpolators` are those that the config names."""
+    """The graft that makes control blocks; `interpolators` maps names in the config to interpolators."""
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """The twin and the interpolator."""
+        """Add the twin and the interpolator to a layer with a control block; return whether it has one."""
         block: ControlSpec | None = surgery.of[self.name].get(index)
         if block is None:
             return False
@@ -65,12 +65,12 @@ class ControlGraft(Graft, ControlRules):
         layer.expanded = layer.twin
         rule = self.interpolators[block.interpolator.kind]
         layer.interpolator = Interpolator(rule, block.interpolator, config.hidden_size)
-        # What the twin's grafts measure leaves with the layer too.
+        # The layer also passes on the losses of the twin's own grafts.
         layer.loss_weights |= {"divergence_loss": block.divergence.weight} | layer.expanded.loss_weights
         return True
 
     def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
-        """The two branches combined, B T D."""
+        """Return the combined output of layer and twin, B T D; measure the divergence, where losses are asked for."""
         expanded = run(layer.expanded)
         combined: Tensor
         combined, alpha = layer.interpolator(hidden_states, output, expanded)
@@ -81,27 +81,27 @@ class ControlGraft(Graft, ControlRules):
         return combined
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
-        """Twins and interpolators."""
+        """Return the classes and numbers of twins and interpolators."""
         count = len(surgery.of[self.name])
         return {"branches": (BranchLayer, count), "interpolators": (Interpolator, count)}
 
 
 def squared_error(anchor: Tensor, expanded: Tensor) -> Tensor:
-    """Mean over D of the squared difference."""
+    """Return the mean over D of the squared difference: B T."""
     return (expanded - anchor).square().mean(dim=-1)
 
 
 def cosine_distance(anchor: Tensor, expanded: Tensor) -> Tensor:
-    """1 − cos, computed as ½‖ê − p̂‖², which is exactly zero for equal states."""
+    """Return 1 − cos, computed as ½‖ê − p̂‖², which is exactly zero for equal states: B T."""
     return (F.normalize(expanded, dim=-1) - F.normalize(anchor, dim=-1)).square().sum(dim=-1) / 2
 
 
-# By the divergence's kind: the distance Δ of two states, B T D each, for every token.
+# For each kind of divergence the distance Δ of two states: B T D each, to B T.
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": squared_error, "cosine": cosine_distance}
 
 
 def divergence(kind: str, anchor: Tensor, expanded: Tensor, alpha: float | Tensor, valid: Tensor) -> Tensor:
-    """E[α Δ(anchor, expanded)] over valid tokens (Control LLM, section 3.3), shape (1,)."""
+    """Return E[α Δ(anchor, expanded)] over valid tokens (Control LLM, section 3.3), shape (1,)."""
     distance = DISTANCES[kind](at_least_fp32(anchor), at_least_fp32(expanded))
     if isinstance(alpha, Tensor):
         alpha = alpha.squeeze(-1) if alpha.dim() > 1 else alpha

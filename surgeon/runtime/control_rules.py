@@ -1,11 +1,11 @@
-"""Control blocks (Control LLM, arXiv:2501.10979): what `config.surgery` says of them.
+"""Control blocks (Control LLM, arXiv:2501.10979) in `config.surgery`:
 
     "control": [{"layer": 3, "branch": 8,
                  "interpolator": {"kind": "lerp", "alpha": 0.5, "inference_alpha": null, "learnable": false},
                  "divergence": {"kind": "mse", "weight": 1.0}}]
 
-`branch` is a layer of the tail, which exists so that caches and masks are allocated for it; in the model it stands at
-`layers[layer].expanded`.
+`branch` is a layer of the tail. The config counts it as a layer, so that caches and masks have a place for it; in the
+model it is the module `layers[layer].expanded`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ControlSpec:
 
 
 class ControlRules(GraftRules):
-    """Control blocks; `interpolators` are those that can be named."""
+    """The rules of control blocks; `interpolators` maps names in the config to interpolators."""
 
     name = "control"
     keys = ("control",)
@@ -50,7 +50,7 @@ class ControlRules(GraftRules):
         self.interpolators = interpolators
 
     def read(self, raw: Mapping[str, Any]) -> dict[int, ControlSpec]:
-        """Control blocks by trunk layer."""
+        """Return the control blocks by trunk layer."""
         return by_layer([self._block(entry) for entry in raw.get("control", ())], "control")
 
     def _block(self, entry: Mapping[str, Any]) -> ControlSpec:
@@ -59,11 +59,11 @@ class ControlRules(GraftRules):
         return built(ControlSpec, {**entry, "interpolator": interpolator, "divergence": divergence}, "control")
 
     def branches(self, found: Any) -> list[tuple[int, int]]:
-        """Each block's."""
+        """Return each block's tail layer with its trunk layer."""
         return [(block.branch, block.layer) for block in found.values()]
 
     def trains(self, surgery: Surgery) -> list[str]:
-        """The twin and the interpolator of every block that is not frozen."""
+        """Return the name prefixes of the twin and the interpolator of every block that is not frozen."""
         return [
             f"layers.{block.layer}.{part}"
             for block in surgery.of[self.name].values()
@@ -72,5 +72,5 @@ class ControlRules(GraftRules):
         ]
 
     def measures(self, surgery: Surgery) -> bool:
-        """Whether a divergence has a weight."""
+        """Return whether the divergence loss of any block has a weight above 0."""
         return any(b.divergence.kind != "none" and b.divergence.weight > 0 for b in surgery.of[self.name].values())

@@ -1,4 +1,4 @@
-"""Models in which something crosses layers in every forward: a router's choice, shared control states, a gate."""
+"""Models in which layers share something in every forward: a router's choice, a bank of control states, a gate."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from .models import UpcycledModel
 
 
 class CrossingModel(UpcycledModel):
-    """A model some of whose grafts cross layers."""
+    """A model with grafts that share something among layers; each is opened before a forward and closed after it."""
 
-    # What the native model counts a text's positions from where it gives its decoder some.
+    # The native model's position id of a text's first token, where it passes position ids to its decoder.
     first_position: ClassVar[int] = 0
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
-        """`run`, the native forward, with what crosses layers; `given` are its arguments by name."""
+        """Return the output of `run`, the native forward, with grafts; `given` are its arguments by name.
+
+        Raises ValueError where grafts are switched off and the cache was filled with grafts on.
+        """
         cache = cache_in(given)
         if self in here.off:
             _check_kept_nothing(cache)
             return super().run_grafted(run, given, flow)
         crossing, flow = self._crossing(flow, given)
         output = super().run_grafted(run, given, flow)
-        # A model may fill the cache that it is given and not name it in its output (RecurrentGemma).
+        # A model may fill the cache that it gets and leave it out of its output (RecurrentGemma).
         named = cache_in(output)
         for graft in crossing if flow is not None else ():
             graft.close(self, flow, cache if named is None else named)
         return output
 
     def _crossing(self, flow: Flow | None, given: Mapping[str, Any]) -> tuple[list[Any], Flow | None]:
-        """A forward begins: the grafts that cross layers, opened, and the flow that goes to all layers, if one does.
+        """Open the grafts that share something among layers; return them and the forward's flow (None: not needed).
 
-        `given` are the forward's arguments by name. For drafts by a model's first layers transformers lowers the
-        config's `num_hidden_layers`; what begins above them takes no part.
+        `given` are the forward's arguments by name. When a model's first layers draft tokens, transformers lowers the
+        config's `num_hidden_layers`; grafts that begin above these layers are not opened.
         """
         depth = self.config.num_hidden_layers
         firsts = ((graft, graft.crosses(self.surgery)) for graft in self.surgery.rules)
@@ -46,7 +49,7 @@ class CrossingModel(UpcycledModel):
         if flow is not None and found:
             inputs, mask, domains = given_tokens(given, given.get("domain_ids"))
             positions = given.get("position_ids")
-            # Counted from 0, as grafts know them.
+            # Grafts count positions from 0.
             flow.positions = positions if positions is None else positions - self.first_position
             if flow.domains is None:
                 flow.domains = domains
@@ -56,6 +59,6 @@ class CrossingModel(UpcycledModel):
 
 
 def _check_kept_nothing(cache: Any) -> None:
-    """ValueError where grafts keep something in a cache, which would miss what is computed without them."""
+    """Raise ValueError where grafts keep values in a cache: they would lack the tokens that run without grafts."""
     if any(getattr(layer, "kept", None) for layer in getattr(cache, "layers", ())):
         raise ValueError("the cache was filled with grafts on; in `grafts(enabled=False)` begin with an empty one")

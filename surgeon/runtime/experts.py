@@ -1,15 +1,15 @@
-"""PMoE (Jung and Kim, section 3.1): LoRA slots at linear modules, weighed by one router for all deeper layers.
+"""PMoE (Jung and Kim, section 3.1): LoRA slots at linear modules; one router at layer τ weighs those of deeper layers.
 
-Shapes: B batch, T tokens, D hidden size, S slots, R the ranks of a group's slots added up.
+Shapes: B batch, T tokens, D hidden size, S slots, R the sum of the ranks of a group's slots.
 
-W' x = W₀ x + Σ_k G(h_τ)_k s_k B_k A_k x (Eq. 5), G = softmax(h_τ W_g) (Eq. 4). Slots of one group are one product:
-A stacked by rows, B by columns, G between them. Each group is a product of its own shape, so that adding a group
-leaves what the others compute as it was, to the bit.
+W' x = W₀ x + Σ_k G(h_τ)_k s_k B_k A_k x (Eq. 5), G = softmax(h_τ W_g) (Eq. 4); s_k is LoRA's scale. Slots of one
+group are computed as one product: A stacked by rows, B by columns, G between them. Each group has a product of its
+own, so that a later surgery that adds a group leaves the results of the other groups unchanged, to the bit.
 
-A group added with a mass m (zero at birth) enters like this: with g the old distribution over the slots before it
-and g' the softmax over all, old slots weigh g + m (g' − g) and new ones g'. At birth old slots weigh what they did,
-and the new ones add zero (their B is zero); m and the new column learn from there. Without a mass all slots weigh g',
-as in the paper.
+A later group has a mass m, zero at birth. With g the distribution over the slots before the group and g' the softmax
+over all slots, old slots have the weights g + m (g' − g), and new ones g'. So at birth old slots keep their weights,
+and the new ones add zero, as their B is zero; m and the new columns of W_g learn from there. Without a mass all slots
+have the weights g', as in the paper.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .rules import Surgery, engine_of, engine_ranks
 
 
 class LoraSlot(LowRank):
-    """One slot at one linear module."""
+    """The low-rank product B A of one slot at one linear module."""
 
 
 class WithSlots(nn.Module):
-    """Mixed in before a linear module: slots beside it; those present here may be some of the model's."""
+    """A mixin before a linear module that adds slots; the module may have only some of the model's slots."""
 
     def __init__(self, native: nn.Linear | Conv1D, specs: Sequence[SlotSpec], *, routed: bool) -> None:
         width_in, width_out = native.weight.shape if isinstance(native, Conv1D) else reversed(native.weight.shape)
@@ -46,7 +46,10 @@ class WithSlots(nn.Module):
         self.groups = _grouped(specs, lambda spec: spec.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """… in to … out."""
+        """Return W' x (Eq. 5): … in to … out.
+
+        Raises RuntimeError where routed slots get no routing, and under tensor parallelism, which does not split slots.
+        """
         output: Tensor = super().forward(x)
         if (x.shape[-1], output.shape[-1]) != self.widths:
             raise RuntimeError(
@@ -82,7 +85,7 @@ class WithSlots(nn.Module):
 
 
 def _as_in(x: Tensor, routing: Tensor) -> Tensor:
-    """The routing of every token in the form in which a module gets tokens: … S. RuntimeError where it gets others."""
+    """Return the routing in the shape of a module's tokens: … S. Raises RuntimeError where their number differs."""
     if routing.shape[:-1] == x.shape[:-1]:
         return routing
     if routing.shape[:-1].numel() != x.shape[:-1].numel():
@@ -98,7 +101,7 @@ class ExpertLinear(WithSlots, nn.Linear):
 
 
 class Affine(nn.Module):
-    """W x + b under the names of `nn.Linear`, and none of its class: engines put modules of theirs in their places."""
+    """A linear layer W x + b with the tensor names of `nn.Linear` but another class: engines replace `nn.Linear`."""
 
     bias: nn.Parameter | None
 
@@ -108,16 +111,16 @@ class Affine(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(width_out)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """… in to … out."""
+        """Return W x + b: … in to … out."""
         return F.linear(x, self.weight, self.bias)
 
 
 class ExpertAffine(WithSlots, Affine):
-    """The same in vLLM and other engines, which load its tensors and leave the module."""
+    """A linear module with slots for vLLM and other engines, which load its tensors but do not replace it."""
 
 
 class Transposed(Conv1D):
-    """GPT-2's linear module, whose matrix is stored inputs by outputs."""
+    """The linear module of GPT-2, whose matrix is stored as inputs × outputs."""
 
     def __init__(self, width_in: int, width_out: int, *, bias: bool) -> None:
         assert bias, "it has one always"
@@ -125,13 +128,13 @@ class Transposed(Conv1D):
 
 
 class ExpertTransposed(WithSlots, Transposed):
-    """The same with slots."""
+    """The linear module of GPT-2 with slots."""
 
 
-# Outside of training slots of a group are computed together, frozen or not: a later surgery freezes slots, and one
-# product of two slots sums otherwise than two products.
+# Outside of training all slots of a group are one product, frozen or not. A later surgery freezes slots, and splitting
+# the product then would change the order of its sums.
 def _grouped(specs: Sequence[SlotSpec], key: Callable[[SlotSpec], float]) -> list[tuple[SlotSpec, ...]]:
-    """Slots that are computed together: those of one `key`."""
+    """Return the slots grouped by `key`; the slots of a group are computed as one product."""
     groups: dict[float, list[SlotSpec]] = {}
     for spec in specs:
         groups.setdefault(key(spec), []).append(spec)
@@ -139,12 +142,12 @@ def _grouped(specs: Sequence[SlotSpec], key: Callable[[SlotSpec], float]) -> lis
 
 
 def _dropout(spec: SlotSpec) -> float:
-    """How much of a slot's input is dropped in training."""
+    """Return a slot's dropout probability in training; 0 for a frozen slot."""
     return 0.0 if spec.frozen else spec.dropout
 
 
 def _weights(routing: Tensor, group: tuple[SlotSpec, ...]) -> Tensor:
-    """s_k G_k for every row of the group's A: B T R."""
+    """Return the weight s_k G_k for every row of a group's A: B T R."""
     parts = [
         (routing[..., spec.slot : spec.slot + 1] * spec.scale).expand(*routing.shape[:-1], spec.rank) for spec in group
     ]
@@ -152,7 +155,7 @@ def _weights(routing: Tensor, group: tuple[SlotSpec, ...]) -> Tensor:
 
 
 class RouterColumn(Leaf):
-    """One slot's column of W_g, 1 × D; the first column of a later group holds the group's mass."""
+    """A slot's column of W_g, stored as 1 × D; the first column of a later group also holds the group's mass."""
 
     def __init__(self, width: int, *, enters: bool) -> None:
         super().__init__()
@@ -160,17 +163,17 @@ class RouterColumn(Leaf):
         self.mass = nn.Parameter(torch.empty(1)) if enters else None
 
     def initialise(self) -> None:
-        """A mass of zero."""
+        """Fill the column with the variance of `nn.Linear`, and set the mass to zero."""
         super().initialise()
         as_linear(self.weight)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        """The column and the mass."""
+        """Return the column and the mass; None: the column holds no mass."""
         return self.weight, self.mass
 
 
 class ExpertRouter(nn.Module):
-    """G(h_τ): one distribution over the slots for every token, which all deeper layers share."""
+    """The router G(h_τ): for every token one distribution over the slots, which all deeper layers share."""
 
     def __init__(self, spec: RouterSpec, width: int) -> None:
         super().__init__()
@@ -181,9 +184,9 @@ class ExpertRouter(nn.Module):
         self.sizes = [sum(column.group == group for column in spec.slots) for group in groups]
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """B T D to the slots' weights and to log softmax over all slots (Eq. 7), both B T S in at least fp32."""
+        """Return the slots' weights and the log softmax over all slots (Eq. 7), both B T S, in at least fp32."""
         columns = list(self.slots.values())
-        # Each group's scores by a product of its own: a wider one might round its old columns otherwise.
+        # Each group's scores come from a product of its own: a wider product might round the old columns differently.
         scores, masses, start = [], [], 0
         for size in self.sizes:
             group = [column() for column in columns[start : start + size]]
@@ -202,12 +205,15 @@ class ExpertRouter(nn.Module):
 
 
 class ExpertGraft(Graft, ExpertRules):
-    """Experts and their router."""
+    """The graft that adds slots to linear modules, and their router to one layer."""
 
     replaces = (WithSlots,)
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """A module with slots in the place of every one that a slot targets; in one layer the router."""
+        """Replace every module that a slot targets by one with slots; add the router to its layer.
+
+        Returns whether the layer has slots or the router.
+        """
         found: Experts = surgery.of[self.name]
         if index in found.by_layer:
             kind = ExpertLinear if engine_of(config) is None else ExpertAffine
@@ -220,7 +226,7 @@ class ExpertGraft(Graft, ExpertRules):
         return True
 
     def complete(self, model: Any, surgery: Surgery) -> None:
-        """Nothing; but an engine may split matrices."""
+        """Raise ValueError where an engine splits matrices over processes, as it does not split slots."""
         if engine_ranks(model.config) > 1:
             raise ValueError(
                 f"{engine_of(model.config)} splits matrices over processes here, but does not split PMoE's slots beside"
@@ -228,7 +234,7 @@ class ExpertGraft(Graft, ExpertRules):
             )
 
     def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
-        """The router reads what goes into its layer; what holds slots must be there still."""
+        """Check that modules with slots are still there; in the router's layer compute the routing and its loss."""
         for owner in (layer, layer._modules.get("expanded")):
             for block, name in getattr(owner, "slotted", ()):
                 check_slots(block, name)
@@ -240,7 +246,7 @@ class ExpertGraft(Graft, ExpertRules):
                 frame.measure("router_loss", task_loss(routed[1], valid, domains))
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
-        """Slots and columns."""
+        """Return the classes and numbers of slots and of the router's columns."""
         found: Experts = surgery.of[self.name]
         slots = sum(len(slot.targets) for experts in found.by_layer.values() for slot in experts.slots)
         columns = 0 if found.router is None else len(found.router.slots)
@@ -250,9 +256,9 @@ class ExpertGraft(Graft, ExpertRules):
 def attach_experts(
     layer: nn.Module, spec: ExpertsSpec, kind: type[WithSlots] = ExpertLinear
 ) -> list[tuple[nn.Module, str]]:
-    """Put a `kind`, or what stands for GPT-2's, in the place of every module of the layer that a slot targets.
+    """Replace every module of a layer that a slot targets by a `kind`, or an `ExpertTransposed` for a GPT-2 module.
 
-    Returns where they stand, as block and name.
+    Returns each replaced module's parent and its name there. Raises ValueError for a target that is no linear module.
     """
     places = []
     for target in dict.fromkeys(target for slot in spec.slots for target in slot.targets):
@@ -265,16 +271,17 @@ def attach_experts(
         block = layer.get_submodule(parent)
         setattr(block, name, made(native, here, routed=spec.routed))
         if kind is ExpertAffine:
-            # What vLLM fuses it decides once for all blocks of a class whose children have the same names.
+            # vLLM decides what to fuse once for all blocks of a class with the same names of children: add a name.
             block.has_slots = nn.Identity()
         places.append((block, name))
     return places
 
 
 def check_slots(block: nn.Module, name: str) -> None:
-    """RuntimeError where something took a module with slots for a linear one and put its own in the place.
+    """Raise RuntimeError where the child `name` of a block has lost its slots, because other code replaced it.
 
-    Quantisers and engines do so after loading too. What wraps the module, as PEFT does, leaves it inside.
+    Quantisers and engines replace linear modules after loading too. A wrapper with the module inside is accepted, such
+    as PEFT's.
     """
     found = block._modules.get(name)
     if isinstance(found, WithSlots) or torch.compiler.is_compiling():
@@ -287,9 +294,10 @@ def check_slots(block: nn.Module, name: str) -> None:
 
 
 def task_loss(log_probabilities: Tensor, tokens: Tensor, domains: Tensor) -> Tensor:
-    """Mean of −log G_k over `tokens` (B T, bool) whose domain is a task: domain k ≥ 1 is slot k − 1 (Eq. 7); (1,).
+    """Return the mean of −log G_k (Eq. 7) over those of `tokens` (B T, bool) whose domain is a task; shape (1,).
 
-    Domain 0, original text, belongs to no slot.
+    Domain k ≥ 1 belongs to slot k − 1; domain 0, original text, to no slot. Raises ValueError for a domain without a
+    slot.
     """
     count = log_probabilities.shape[-1]
     if not torch.compiler.is_compiling() and int(domains.max()) > count:

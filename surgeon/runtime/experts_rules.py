@@ -1,12 +1,12 @@
-"""PMoE's experts (Jung and Kim, section 3.1): what `config.surgery` says of them.
+"""PMoE's experts (Jung and Kim, section 3.1) in `config.surgery`:
 
     "experts": [{"layer": 0, "routed": false, "slots": [{"slot": 0, "rank": 4, "targets": ["self_attn.q_proj"]}]},
                 {"layer": 6, "routed": true, "slots": [{"slot": 0, …}, {"slot": 1, …}]}],
     "expert_router": [{"layer": 6, "slots": [{"slot": 0}, {"slot": 1}]}],
     "router_loss": {"task_id": 0.0}
 
-The `layer` of experts may be of the trunk or of the tail. Several entries may name one layer: each surgery that added
-slots has its own.
+The `layer` of experts may be in the trunk or in the tail. Several entries may have the same layer: each surgery that
+added slots wrote its own entry.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, ClassVar
 
 from .rules import GraftRules, Surgery, built
 
-# What the graft is called.
+# The graft's name.
 EXPERTS = "experts"
 ROUTER = "expert_router."
 
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """Slot `slot` of PMoE in one layer: a LoRA of `rank` at the layer's modules `targets`.
+    """Slot number `slot` of PMoE in one layer: a LoRA of `rank` at the layer's modules `targets`.
 
-    Its product counts times `scale` (LoRA's alpha / rank). Slots of one `group` are computed as one product; those of
-    another group by themselves, so that what earlier groups compute never changes, to the bit, when one is added.
-    `ranks` and `scales` name the targets where the LoRA is of another rank or counts differently.
+    Its product is multiplied by `scale` (LoRA's alpha / rank). Slots of one `group` are computed as one product, and
+    each group has its own, so that adding a group never changes what earlier groups compute, to the bit. `ranks` and
+    `scales` list the targets where the LoRA has another rank or scale.
     """
 
     slot: int
@@ -42,7 +42,7 @@ class SlotSpec:
     scales: Mapping[str, float] = field(default_factory=dict)
 
     def at(self, target: str) -> SlotSpec:
-        """The slot as it is at one of its targets."""
+        """Return the slot's settings at one of its targets: the rank and scale that apply there."""
         return replace(
             self,
             targets=(target,),
@@ -54,13 +54,13 @@ class SlotSpec:
 
 
 def slot_name(target: str, slot: int) -> str:
-    """Where a slot stands in its layer."""
+    """Return the path of a slot's module in its layer."""
     return f"{target}.slots.{slot}"
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """The slots of one layer; `routed` says that the router's distribution weighs them (layers above τ)."""
+    """The slots of one layer; `routed`: the router's distribution weighs them (layers deeper than τ)."""
 
     layer: int
     routed: bool
@@ -69,7 +69,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class RouterSlotSpec:
-    """One column of the router. The first of a group after the first holds the group's mass."""
+    """A column of the router, for slot `slot`. In every group but group 0 the first column holds the group's mass."""
 
     slot: int
     group: int = 0
@@ -78,20 +78,20 @@ class RouterSlotSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """PMoE's router, which reads what goes into `layer`: h_τ."""
+    """PMoE's router, which reads h_τ, the input of `layer`."""
 
     layer: int
     slots: tuple[RouterSlotSpec, ...]
 
     def enters_with(self, column: RouterSlotSpec) -> bool:
-        """Whether a column holds the mass by which a group after the first enters."""
+        """Return whether a column holds its group's mass: it is the first of its group, and the group is not 0."""
         first = next(other for other in self.slots if other.group == column.group)
         return column.group > 0 and column == first
 
 
 @dataclass(frozen=True)
 class RouterLossSpec:
-    """Weight of −log G_k for tokens of a known task (PMoE, Eq. 7); 0 is off."""
+    """The weight `task_id` of the loss −log G_k for tokens of a known task (PMoE, Eq. 7); 0 is off."""
 
     task_id: float = 0.0
 
@@ -106,14 +106,17 @@ class Experts:
 
 
 class ExpertRules(GraftRules):
-    """Experts and their router."""
+    """The rules of PMoE's experts and their router."""
 
     name = EXPERTS
     keys = ("experts", "expert_router", "router_loss")
     losses: ClassVar[Mapping[str, str]] = {"router_loss": "the experts' router against the tasks"}
 
     def read(self, raw: Mapping[str, Any]) -> Experts:
-        """Slots by layer, entries of one layer joined; the router's columns joined."""
+        """Return slots by layer and the router, with entries of one layer joined, and the weight of its loss.
+
+        Raises ValueError for entries of one layer that are both routed and not, and for routers in several layers.
+        """
         return Experts(
             _joined([_experts(entry) for entry in raw.get("experts", ())]),
             _router([_columns(entry) for entry in raw.get("expert_router", ())]),
@@ -121,7 +124,7 @@ class ExpertRules(GraftRules):
         )
 
     def trains(self, surgery: Surgery) -> list[str]:
-        """Slots and columns that are not frozen."""
+        """Return the name prefixes of the slots and router columns that are not frozen."""
         found: Experts = surgery.of[self.name]
         owners = [
             f"layers.{experts.layer}.{slot_name(target, slot.slot)}."
@@ -136,12 +139,12 @@ class ExpertRules(GraftRules):
         return owners
 
     def needs_domains(self, surgery: Surgery) -> bool:
-        """Whether the router's loss has a weight."""
+        """Return whether the router's loss has a weight above 0."""
         found: Experts = surgery.of[self.name]
         return found.router_loss.task_id > 0
 
     def crosses(self, surgery: Surgery) -> int | None:
-        """The router's layer, whose distribution does."""
+        """Return the router's layer, whose distribution deeper layers use; None: there is no router."""
         found: Experts = surgery.of[self.name]
         return None if found.router is None else found.router.layer
 
@@ -160,7 +163,7 @@ def _columns(entry: Mapping[str, Any]) -> RouterSpec:
 
 
 def _joined(entries: list[ExpertsSpec]) -> dict[int, ExpertsSpec]:
-    """Entries of one layer as one, slots in order."""
+    """Join the entries of each layer into one, with the slots in order; ValueError where their `routed` differs."""
     joined: dict[int, ExpertsSpec] = {}
     for entry in entries:
         earlier = joined.get(entry.layer)

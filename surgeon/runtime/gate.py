@@ -1,30 +1,31 @@
-"""A domain gate: where a text is of the original domain, nothing that was added takes part.
+"""A domain gate: on text of the original domain, the modules that it switches take no part.
 
 Shapes: B batch, T tokens, D hidden size, U units of the classifier.
 
-The gate reads h, what goes into its layer, all of it the base's. Every token gives evidence, one number:
-w ĥ_t + o (`linear`) or a · relu(W ĥ_t + b) + o (`mlp`), where ĥ is h divided by its root mean square. Every document
-begins closed.
+The gate reads h, the input of its layer, which only modules of the base have computed. Each token gives one number
+e_t, its evidence for new text: w ĥ_t + o (`linear`) or a · relu(W ĥ_t + b) + o (`mlp`), where ĥ is h divided by its
+root mean square. The gate is closed at the beginning of every document.
 
-`cusum` is Page's test (Biometrika 1954) in both directions. With e_t within ±4,
-    u ← min(max(u + e_t − 1, 0), threshold)    opens where it passes the threshold,
-    d ← min(max(d − e_t, 0), closes)           closes where it passes `closes`,
-so that what a long text before has gathered does not delay the other decision. `prefix_mean`: the score of a
-prefix of n tokens is Σ e / (n + k), which begins at zero: k tokens of no evidence stand before every text. `token`:
-the score is e_t. Both open where the score is above the threshold and close where it falls that far below it. Without
-`closes` the gate stays open to the end of the document, as later tokens attend to keys and values that hold what was
-added.
+`cusum` is Page's test (Biometrika 1954) in both directions. With e_t clamped to ±4,
+    u ← min(max(u + e_t − 1, 0), threshold)    opens the gate where it passes the threshold,
+    d ← min(max(d − e_t, 0), closes)           closes the gate where it passes `closes`.
+The upper bounds keep the sum over a long text from delaying the opposite decision.
+`prefix_mean`: the score of a prefix of n tokens is Σ e / (n + k). It begins at zero, as if k tokens without evidence
+preceded the text. `token`: the score is e_t. Both open the gate where the score is above the threshold, and close it
+where the score is more than `closes` below the threshold.
+Without `closes` the gate stays open to the end of the document, because later tokens attend to keys and values that
+contain what was added.
 
-Where it is closed the output of everything that it switches is replaced by what the base has there (`torch.where`),
-so that what was added cannot reach it by any rounding. A token for which it is closed, as for all tokens before it
-in its document, has the base's logits, bit for bit. Where it is closed for a whole forward, what it switches does not
+Where the gate is closed, `torch.where` replaces the output of each switched module by the base's value, so that no
+rounding lets an addition through. A token has the base's logits, bit for bit, if the gate is closed for this token
+and for all tokens before it in its document. If the gate is closed for a whole forward, the switched modules do not
 run (`closing`).
 
-Evidence is summed, and compared with thresholds, as whole numbers of 2⁻¹⁶, so that sums do not depend on the order: a
-prefix in one forward, token by token over a cache or in a packed row has the same.
+Evidence is summed and compared with thresholds in integer units of 2⁻¹⁶, so that sums do not depend on the order of
+additions: a prefix gets the same sums in one forward, token by token over a KV cache, and in a packed row.
 
-In training mode the text does not decide: where `domain_ids` are given, new tokens open the gate and original ones
-close it, and without them it is open for all, so that what it switches learns from whatever it is shown.
+In training mode the text does not decide. `domain_ids`, where given, open the gate for new tokens and close it for
+original ones. Without them the gate is open for all tokens, so that the switched modules learn from all text.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ from .precision import at_least_fp32
 from .prefix import NO_BOUND, Kept, Reading, keep, kept_in, latest, read_rows
 from .rules import Surgery
 
-# What one of evidence is as a whole number, and the most that a token can give.
+# One nat of evidence in integer units; the bound on a token's evidence, in nats.
 _ONE = 2**16
 _MOST = 2.0**20
-# Of Page's test: the most that a token counts for, and what is taken from each towards new text, so that a kind of
-# text that nobody showed, of which tokens are evidence of nothing, does not open the gate.
+# Page's test: the bound on a token's evidence, and the drift that is subtracted from the evidence for new text. The
+# drift keeps the gate closed on kinds of text on which it was not fitted, whose tokens give about zero evidence.
 _CLIP = 4 * _ONE
 _DRIFT = _ONE
 _EPSILON = 1e-6
 
 
 class DomainGate(Leaf):
-    """What a token is evidence of, and the threshold of prefixes or tokens; in at least fp32.
+    """The classifier that gives each token's evidence, and the gate's threshold; computed in at least fp32.
 
-    Its tensors are fitted and get no gradient: they are buffers.
+    Its tensors are fitted before training and get no gradient: they are buffers.
     """
 
     weight: Tensor
@@ -72,17 +73,17 @@ class DomainGate(Leaf):
     def __init__(self, spec: GateSpec, width: int) -> None:
         super().__init__()
         self.spec = spec
-        # Nothing that unfreezes a model or waits for gradients asks for buffers.
+        # Code that unfreezes parameters or waits for their gradients ignores buffers.
         shapes = spec.shapes(width)
         for name in ("weight", "bias", "out", "offset", "threshold"):
             self.register_buffer(name, torch.zeros(shapes[name]) if name in shapes else None)
-        # Of a prefix the tokens of no evidence; what closes, as a whole number.
+        # k, the tokens without evidence before a prefix; `closes` in integer units.
         self.prior = spec.prior if spec.reads == "prefix_mean" else 0
         self.closes = int((spec.closes or 0.0) * _ONE)
         self.looked = False
 
     def tell_if_born(self) -> None:
-        """Say once that nobody has fitted it."""
+        """Warn once if the gate has not been fitted."""
         if self.looked or torch.compiler.is_compiling():
             return
         self.looked = True
@@ -94,16 +95,19 @@ class DomainGate(Leaf):
             )
 
     def forward(self, hidden_states: Tensor, gating: Gating) -> Tensor:
-        """Where it is open for hidden_states, B T D: B T, bool; all its tensors are read in here, where they are."""
+        """Return where the gate is open for `hidden_states`, B T D: B T, bool.
+
+        The decision reads the gate's tensors only inside this call, so that hooks may load them for it.
+        """
         return gating.decide(self, hidden_states) if gating.on is None else gating.on
 
     def evidence(self, hidden_states: Tensor) -> Tensor:
-        """Each token's, B T D to B T 1, whole numbers of 2⁻¹⁶."""
+        """Return each token's evidence in integer units of 2⁻¹⁶: B T D to B T 1."""
         found = self.odds(hidden_states).view(*hidden_states.shape[:-1], 1)
         return (found.nan_to_num(0.0).clamp(-_MOST, _MOST) * _ONE).round().long()
 
     def odds(self, hidden_states: Tensor) -> Tensor:
-        """The same in nats, as the classifier has it: one row a token, 1 wide."""
+        """Return each token's evidence in nats, the classifier's output: B T D to B·T 1."""
         wide = at_least_fp32(hidden_states).flatten(0, -2)
         with _exactly(wide.device.type):
             scaled = F.rms_norm(wide, wide.shape[-1:], eps=_EPSILON)
@@ -115,17 +119,17 @@ class DomainGate(Leaf):
 
 
 class Gating(Reading):
-    """The gate at work in one forward: what it reads, and what it found.
+    """The gate's state in one forward: what it reads and what it has decided.
 
-    `forced` (B T, bool; None: the gate decides) is what is known of the tokens. `evidence` (B T 1) and `on` (B T, bool)
-    are there once it has read them. `shut`: it is closed for all tokens, so that what it switches need not run; only
-    where `spares` allows it, and where no gradient or graph asks for all of it. `bare`: layers return hidden states and
-    nothing beside.
+    `forced` (B T, bool; None: the gate decides) is the decision known from `domain_ids`. The gate sets `on` (B T, bool)
+    when it decides, and `evidence` (B T 1) unless each row is one token over a cache. `shut`: the gate is closed for
+    all tokens, so that the switched modules need not run. It is true only where `spares` is: where no gradient or graph
+    needs the whole computation. `bare`: layers return hidden states and nothing else.
     """
 
     def __init__(self, valid: Tensor, begins: Tensor | None, past: Kept | None, forced: Tensor | None = None) -> None:
         super().__init__(valid, begins, past)
-        # Whether numbers may decide, and may of each row's one token: its document begins there or before.
+        # `eager`: Python may branch on the values of tensors. `single`: it may, and each row is one token over a cache.
         self.eager = _eager(valid)
         self.single = self.eager and past is not None and valid.shape[1] == 1
         if past is not None and not self.single:
@@ -134,14 +138,14 @@ class Gating(Reading):
         self.spares = False
         self.shut = False
         self.bare = False
-        # What the last layer that did not run was given, and what is to be kept of it.
+        # The arguments of the last skipped layer, and what `_kept_of` in `closing` returned for them.
         self.given: Any = None
         self.evidence: Tensor | None = None
         self.on: Tensor | None = None
         self.found: dict[str, Tensor] = {}
 
     def decide(self, gate: DomainGate, hidden_states: Tensor) -> Tensor:
-        """Where the gate is open: B T, bool."""
+        """Return where the gate is open: B T, bool; keep sums and decision in `found` for later tokens."""
         if self.forced is not None:
             return self.forced
         with torch.no_grad():
@@ -155,14 +159,15 @@ class Gating(Reading):
                 self.on = on = self.held(*self.judged(gate, self.evidence))
                 self.shut = self.spares and not bool(on.any())
                 state = torch.cat([self.found["sums"], on.unsqueeze(-1)], dim=-1)
-        # In one tensor, as it is sooner made.
+        # One tensor is faster to make than two.
         self.found = {"state": state}
         return on
 
     def sums(self, gate: DomainGate, evidence: Tensor, most: Tensor | int = NO_BOUND) -> Tensor:
-        """What is summed of evidence, B T 1: B T 2.
+        """Return two sums up to each token, B T 2, of integer evidence B T 1.
 
-        Page's sums towards new and towards original text, or a prefix's evidence and how many tokens it is of.
+        `cusum`: Page's sums towards new and towards original text, both at most `most`. `prefix_mean`: the evidence of
+        the prefix and its number of tokens. `token`: the evidence of the token and 1 (0 for padding).
         """
         if gate.spec.reads == "cusum":
             evidence = evidence.clamp(-_CLIP, _CLIP)
@@ -171,12 +176,15 @@ class Gating(Reading):
         return self.since_begin("sums", found) if gate.spec.reads == "prefix_mean" else found
 
     def judged(self, gate: DomainGate, evidence: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where evidence, B T 1, opens the gate and where it closes it (None: nowhere), whatever it was: B T, bool."""
+        """Return which tokens open the gate and which close it (None: none can), from evidence B T 1: B T, bool each.
+
+        Whether the gate was open before has no influence here; `held` accounts for it.
+        """
         opens = (at_least_fp32(gate.threshold).clamp(-_MOST, _MOST) * _ONE).floor().long()
         closes = opens.new_full((1,), gate.closes)
         if gate.spec.reads == "cusum":
             limits = torch.cat([opens, closes])
-            # One above it is past it.
+            # One integer unit above a limit is past it.
             sums = reached = self.sums(gate, evidence, limits + 1)
         else:
             sums = self.sums(gate, evidence)
@@ -187,9 +195,10 @@ class Gating(Reading):
         return passed[..., 0], None if gate.spec.closes is None else passed[..., 1]
 
     def _next(self, gate: DomainGate, hidden_states: Tensor) -> list[list[int]]:
-        """Both sums and whether it is open, by row, of one token over a cache, as `judged` and `held` have them.
+        """Advance the gate by one cached token; return [first sum, second sum, open] for each row.
 
-        That is most that a model does, and one operation on tensors of one number takes longer than all of these.
+        The result equals that of `judged` and `held`. Generation calls this for every token, and a single tensor
+        operation takes longer than all of this Python code.
         """
         assert self.past is not None
         rows: list[list[int]] = self.past["state"][:, -1].tolist()
@@ -217,13 +226,16 @@ class Gating(Reading):
         return rows
 
     def held(self, opens: Tensor, closes: Tensor | None) -> Tensor:
-        """Where it is open, by the last token of the document that opened or closed it: B T, bool."""
+        """Return where the gate is open: B T, bool. The last token so far that opened or closed it decides.
+
+        Only tokens of the same document count. A token that both opens and closes the gate closes it.
+        """
         valid = self.valid.to(opens.device)
         begin = None if self.begin is None else self.begin.to(opens.device)
         opened = latest(opens & valid)
         closed = torch.zeros_like(opened) if closes is None else latest(closes & valid)
         if begin is not None:
-            # A document that begins here begins closed: what opened before it does not count.
+            # A document that begins in this forward begins closed: tokens that opened the gate before do not count.
             closed = torch.maximum(closed, begin - 1)
         on = (opened > closed) & (opened > 0)
         before = self.before("on")
@@ -236,24 +248,27 @@ class Gating(Reading):
 
 
 def _exactly(device: str) -> Any:
-    """Without autocast, where there is some: to switch off what is off takes as long as what the gate computes."""
+    """Return a context without autocast, or an empty one where autocast is off already.
+
+    Switching autocast off takes as long as the gate's own computation.
+    """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
 
 def _eager(tensor: Tensor) -> bool:
-    """Whether a number of the tensor may decide what is computed: nothing records the computation."""
+    """Return whether Python may branch on the tensor's values: no compiler, tracer or CUDA graph is recording."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class GateGraft(Graft, GateRules):
-    """The gate, and marks at what it switches."""
+    """The graft that adds the gate and marks the modules that it switches."""
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """The gate in one layer; in every layer the names of what it switches there."""
+        """Add the gate to its layer, and to every layer the names of the grafts that the gate switches there."""
         found: Gates = surgery.of[self.name]
         if index == found.gate.layer:
             layer.domain_gate, layer.decides = DomainGate(found.gate, config.hidden_size), True
@@ -263,12 +278,12 @@ class GateGraft(Graft, GateRules):
         return spec is not None or index == found.gate.layer
 
     def complete(self, model: Any, surgery: Surgery) -> None:
-        """What need not run while the gate is closed; but an engine may hide what the gate reads."""
+        """Refuse an engine's attention (ValueError); let routers run with a closed gate where slots need them."""
         self.refuse_engine(model.config)
         spare_routers([layer for layer in model.modules() if isinstance(layer, GatedLayer)])
 
     def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
-        """The gate reads what goes into its layer."""
+        """Decide from the input of the gate's layer where the gate is open; store it in `frame.on`."""
         if not layer.decides:
             return
         if frame.gating is None:
@@ -278,11 +293,15 @@ class GateGraft(Graft, GateRules):
         frame.on = layer.domain_gate(hidden_states, frame.gating)
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
-        """Bring what earlier tokens gave; in training what is known of these, all new where nothing is."""
+        """Create the forward's `Gating`, from the sums that the cache keeps of earlier tokens.
+
+        In training it has the decision that `domain_ids` give, open for all tokens without them. Raises ValueError for
+        an engine's attention, and in training for a cache that was filled outside of training.
+        """
         self.refuse_engine(model.config)
         if not model.training:
             flow.gating = Gating(*read_rows(flow, inputs, attention_mask, cache, owner=self.name, what=self.what))
-            # What is recorded is computed for every token, and so is what a gradient may be asked of.
+            # Recorded choices and gradients need every module to run.
             flow.gating.spares = flow.gating.eager and not (flow.records_choices or torch.is_grad_enabled())
             return
         if kept_in(cache, self.name, asked=False) is not None:
@@ -295,9 +314,9 @@ class GateGraft(Graft, GateRules):
         flow.gating = Gating(every, None, None, forced)
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
-        """Keep what these tokens gave for later ones."""
+        """Keep the sums and decisions of these tokens in the cache for later tokens."""
         keep(cache, self.name, flow.gating.found)
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
-        """The gate."""
+        """Return that the model has one `DomainGate`."""
         return {"domain gates": (DomainGate, 1)}

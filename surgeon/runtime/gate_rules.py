@@ -1,11 +1,11 @@
-"""A domain gate: what `config.surgery` says of it and of what it switches.
+"""A domain gate and the modules that it switches in `config.surgery`:
 
     "domain_gate": [{"layer": 2, "reads": "cusum", "form": "mlp", "units": 64, "prior": 8, "closes": 6.0,
                      "false_positives": 0.03, "opens": 7.0}],
     "gated": [{"layer": 3, "inserted": true, "grafts": []}, {"layer": 4, "inserted": false, "grafts": ["adapters"]}]
 
-The gate reads what goes into its `layer`. `gated` names what takes part only where it is open: of each layer the
-grafts that stand in it, by their names, and whether the whole layer, which a surgery inserted, does so.
+The gate reads the input of its `layer`. `gated` lists, for each layer, what takes part only where the gate is open:
+the grafts in the layer, by their names, and with `inserted` the whole layer, which a surgery inserted.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import Any, ClassVar
 from .rules import GraftRules, Surgery, built, by_layer, refuse_engine
 
 GATE = "domain_gate."
-# Evidence of new text, in nats, that opens a gate at least where nothing is said.
+# The default of `opens`: the evidence of new text, in nats, that a gate needs at least to open.
 OPENS = 7.0
 
 
 @dataclass(frozen=True)
 class GateSpec:
-    """A gate that reads what goes into trunk layer `layer`.
+    """The settings of a gate that reads the input of trunk layer `layer`.
 
-    `prior`: how many tokens of no evidence a prefix's mean begins with. `closes`: how much evidence of original text
-    closes an open gate (`cusum`), or how far below the threshold the score falls until it does; None: it stays open to
-    the end of the sequence or document. `false_positives`: on what share of original tokens it may be open, for which
-    its threshold is chosen, and `opens`: what that is at least (`cusum`).
+    `reads`: how evidence becomes a decision (`cusum`, `prefix_mean` or `token`). `form`: the classifier (`linear` or
+    `mlp`, with `units`). `prior`: the number of tokens without evidence with which a prefix's mean begins. `closes`:
+    how much evidence of original text closes an open gate (`cusum`), or how far the score must fall below the threshold
+    to close it; None: the gate stays open to the end of the sequence or document. `false_positives`: the share of
+    original tokens on which the gate may be open; the threshold is chosen for it. `opens`: the least threshold
+    (`cusum`).
     """
 
     layer: int
@@ -42,7 +44,7 @@ class GateSpec:
     frozen: bool = False
 
     def shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """Its tensors' shapes."""
+        """Return the shapes of the gate's tensors by name, for hidden states of size `width`."""
         mlp = self.form == "mlp"
         found: dict[str, tuple[int, ...]] = {"weight": (self.units if mlp else 1, width)}
         found |= {"bias": (self.units,), "out": (1, self.units)} if mlp else {}
@@ -51,7 +53,7 @@ class GateSpec:
 
 @dataclass(frozen=True)
 class GatedSpec:
-    """What of a layer takes part only where the gate is open: `grafts` by name, the layer itself if `inserted`."""
+    """The parts of a layer that the gate switches: `grafts` by name, and the whole layer if `inserted`."""
 
     layer: int
     inserted: bool = False
@@ -60,23 +62,23 @@ class GatedSpec:
 
 @dataclass(frozen=True)
 class Gates:
-    """The gate of a model, and what it switches, by layer."""
+    """The gate of a model, and the parts that it switches, by layer."""
 
     gate: GateSpec
     gated: Mapping[int, GatedSpec]
 
 
 class GateRules(GraftRules):
-    """A domain gate, and what it switches."""
+    """The rules of a domain gate and of the parts that it switches."""
 
     name = "gate"
     keys = ("domain_gate", "gated")
     losses: ClassVar[Mapping[str, str]] = {}
-    # What it does with sequences, for those that are told why it cannot.
+    # The reason, in error messages, why the gate must know where documents begin.
     what: ClassVar[str] = "a domain gate decides by the tokens before each in its document"
 
     def read(self, raw: Mapping[str, Any]) -> Gates:
-        """The one gate, and what it switches by layer."""
+        """Return the gate and the parts that it switches; ValueError for several gates or for nothing to switch."""
         gates = [built(GateSpec, _renamed(entry), "domain_gate") for entry in raw.get("domain_gate", ())]
         switched = [
             built(GatedSpec, dict(entry) | {"grafts": tuple(entry.get("grafts", ()))}, "gated")
@@ -90,23 +92,23 @@ class GateRules(GraftRules):
         return Gates(gates[0], by_layer(switched, "gated"))
 
     def refuse_engine(self, config: Any) -> None:
-        """ValueError where an engine brought its own attention."""
+        """Raise ValueError where an engine replaced transformers' attention."""
         refuse_engine(config, self.what, "serve this output with transformers' own attention, or one without a gate")
 
     def trains(self, surgery: Surgery) -> list[str]:
-        """Nothing by a gradient: the gate is fitted before training."""
+        """Return no names: the gate gets no gradient, it is fitted before training."""
         return []
 
     def needs_domains(self, surgery: Surgery) -> bool:
-        """In training the batch says which tokens are new."""
+        """Return True: in training `domain_ids` decide where the gate is open."""
         return True
 
     def crosses(self, surgery: Surgery) -> int:
-        """Its layer, whose decision does."""
+        """Return the gate's layer, whose decision deeper layers use."""
         found: Gates = surgery.of[self.name]
         return found.gate.layer
 
 
 def _renamed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry with today's name of what earlier versions wrote as `hysteresis`."""
+    """Return an entry with the key `closes` for `hysteresis`, its name in earlier versions."""
     return {("closes" if key == "hysteresis" else key): value for key, value in entry.items()}

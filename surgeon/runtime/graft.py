@@ -1,4 +1,7 @@
-"""What crosses a forward, and what a graft does in one: a small class a graft (`class AdapterGraft(Graft, …)`)."""
+"""The state of a forward (`Flow`), and the interface of a graft, which each kind of graft implements (`Graft`).
+
+Shapes: B batch, T tokens of this forward, D hidden size, S slots.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +19,48 @@ from .rules import Surgery
 
 @dataclass
 class Flow:
-    """One forward of a model, or of one of its layers: the frame that its modules see, as native code passes them none.
+    """The state of one forward of a model, or of one of its layers (then called a frame).
 
-    `valid` (B T, bool; None: no loss is asked for) are the tokens that count in losses, `domains` (B T) their domains;
-    all grafts are `off` where a caller said so. A caller may pass a model one, to look at afterwards.
+    Modules read it from `here`, as native code does not pass it on. `valid` (B T, bool; None: no loss is asked for):
+    the tokens that count in losses. `domains` (B T): the domain of each token. `off`: all grafts are switched off. A
+    caller may pass a flow to a model, to read its values afterwards.
     """
 
     valid: Tensor | None = None
     domains: Tensor | None = None
     off: bool = False
-    # What was measured, by the output's field: numbers in a frame, else vectors of them, each after its weight.
+    # Losses, by the output's field. In a frame: tensors of shape (1,). In a model's flow: pairs (weight, vector).
     losses: dict[str, list[Any]] = field(default_factory=dict)
-    # From a router's layer on: the weights of slots, B T slots.
+    # The router's weights of the slots, B T S; set from the router's layer on.
     routing: Tensor | None = None
-    # Control states at work.
+    # The state of control states, a `Mixing`.
     mixing: Any = None
-    # The gate at work, and from its layer on where it is open: B T, bool. Grafts named in `gated` go by it.
+    # The state of the domain gate, a `Gating`; where the gate is open (B T, bool), set from its layer on; the names of
+    # the grafts that it switches in this layer.
     gating: Any = None
     on: Tensor | None = None
     gated: frozenset[str] = frozenset()
-    # The position ids that were given; whether a row holds several sequences, as in continuous batching.
+    # The given position ids, counted from 0; whether a row holds several sequences, as in continuous batching.
     positions: Tensor | None = None
     packed: bool = False
-    # Whether what is chosen is recorded.
+    # Whether the choices of control states are recorded.
     records_choices: bool = False
-    # Of a layer's frame the shape of what goes in: B T D.
+    # In a layer's frame, the shape of the layer's input: B T D.
     shape: Any = None
 
     def measure(self, name: str, loss: Tensor) -> None:
-        """Keep a loss, one number, of a layer for the output's field `name`."""
+        """Add a layer's loss, one number, to those of the output's field `name`."""
         self.losses.setdefault(name, []).append(loss.reshape(1))
 
     def where_open(self, graft: str, grown: Tensor, native: Tensor) -> Tensor:
-        """`grown`, what a graft made of `native` (B T · or one row a token, both); gated off, `native`."""
+        """Return `grown` where `graft` acts, else `native`: both are B T · or one row for each token.
+
+        `grown` is `native` after the graft. A graft that the gate does not switch acts on every token.
+        """
         return only_where(self.on, grown, native) if graft in self.gated else grown
 
     def skips(self, graft: Graft) -> bool:
-        """Whether nothing of what `graft` makes beside a block would be seen: it is gated off for every token."""
+        """Return whether `graft` need not run beside a block, because the gate switches it off for every token."""
         switched = graft.remembers_nothing and graft.name in self.gated
         return switched and self.gating is not None and self.gating.shut
 
@@ -61,7 +69,7 @@ Frame = Flow
 
 
 def gated_beside(graft: Graft, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
-    """What a block puts out together with a graft that may be gated."""
+    """Return a block's output with the addition of `graft`; without it for tokens where the gate switches it off."""
     if frame is None:
         return graft.beside(block, x, output, frame)
     if frame.skips(graft):
@@ -70,7 +78,10 @@ def gated_beside(graft: Graft, block: Any, x: Tensor, output: Tensor, frame: Flo
 
 
 def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:
-    """`grown` where `on` (B T, bool), else `native`, to the bit: B T · or one row a token, both."""
+    """Return `grown` where `on` (B T, bool) is true, else `native`, bit for bit: B T · or one row for each token, both.
+
+    Raises RuntimeError where `on` is None and the two differ, as the gate has not decided.
+    """
     if grown is native:
         return native
     if on is None:
@@ -79,16 +90,19 @@ def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:
 
 
 def cache_in(given: Mapping[str, Any] | Iterable[Any]) -> Any:
-    """Return the cache among a forward's arguments or what it returns; None: there is none.
+    """Return the KV cache among a forward's arguments or outputs; None: there is none.
 
-    It is found by what it is: transformers has renamed the argument (`past_key_values` is `cache` from 5.24 on).
+    It is found by its type, as transformers has renamed the argument (`past_key_values` is `cache` from 5.24 on).
     """
     values = given.values() if isinstance(given, Mapping) else given
     return next((each for each in values if isinstance(each, Cache)), None)
 
 
 class Here(threading.local):
-    """What this thread runs: a model's flow, a layer's frame, what came with its states; models switched off."""
+    """The state of this thread: the running model's flow and layer's frame, and the models with grafts switched off.
+
+    `rest` is what the layer returned after its hidden states.
+    """
 
     flow: Flow | None = None
     frame: Flow | None = None
@@ -96,7 +110,7 @@ class Here(threading.local):
     off: tuple[nn.Module, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another process, as vLLM sends a config with the code of its class, it begins anew there."""
+        """Pickle as an empty state: vLLM sends the code of a config's class, and `here` with it, to other processes."""
         return type(self), ()
 
 
@@ -104,45 +118,45 @@ here = Here()
 
 
 class Graft:
-    """What a graft does in a model. `name` is its rules'."""
+    """The interface of a graft: what one kind of addition does in a model. Its rules define `name`."""
 
     name: ClassVar[str]
-    # Classes of modules that it puts in the places of native ones, which quantisers must leave.
+    # Classes of modules with which the graft replaces native ones, and which quantisers must leave.
     replaces: ClassVar[tuple[type[nn.Module], ...]] = ()
-    # Whether what it makes beside a block is made of the block's input alone, and leaves nothing for later tokens.
+    # Whether what the graft adds to a block depends only on the block's input, and keeps nothing for later tokens.
     remembers_nothing: ClassVar[bool] = False
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
-        """Which blocks of layer `index`, `self_attn` and `mlp`, it stands beside."""
+        """Return to which blocks of layer `index`, `self_attn` or `mlp`, the graft adds something."""
         return ()
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """Put its modules into layer `index` of trunk or tail; whether it has any part in that layer.
+        """Put the graft's modules into layer `index` of trunk or tail; return whether the graft acts in that layer.
 
-        What its losses weigh there, by the output's fields, it adds to the layer's `loss_weights`.
+        The weights of the graft's losses, by the output's fields, are added to the layer's `loss_weights`.
         """
         return False
 
     def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
-        """The layer is about to run on `hidden_states`, B T D."""
+        """Prepare the graft before the layer runs on `hidden_states`, B T D."""
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
-        """What a block puts out together with the graft, B T D; `x` is what the block read, `output` what it made."""
+        """Return a block's output with the graft's addition, B T D; `x` is the block's input, `output` its output."""
         return output
 
     def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
-        """What the layer puts out together with the graft; `run(module)` runs another layer as this one was run."""
+        """Return the layer's output as the graft changes it; `run(module)` runs another layer on the same arguments."""
         return output
 
     def complete(self, model: Any, surgery: Surgery) -> None:
-        """Put what all layers share into the base model."""
+        """Put the modules that all layers share into the base model, after every layer has its own."""
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
-        """A forward of the base model begins; `flow` goes to all its layers."""
+        """Begin a forward of the base model; all its layers get `flow`."""
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
-        """A forward of the base model is over; `cache` is the one that it returns."""
+        """End a forward of the base model; `cache` is the one that it returns."""
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
-        """Its modules whose tensors a checkpoint must hold: what they are, their class, how many there must be."""
+        """Return the modules whose tensors a checkpoint must hold: by description, the class and the needed number."""
         return {}

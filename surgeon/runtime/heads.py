@@ -1,4 +1,4 @@
-"""Native models in which an upcycled one stands, as heads and models of several parts."""
+"""Native models that contain an upcycled decoder: heads, such as `…ForCausalLM`, and models of several parts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .models import UpcycledModel, UpcycledPreTrained, grafted_forward
 
 
 class UpcycledOuter(UpcycledPreTrained):
-    """A native model in which the upcycled decoder stands; a head's loss in training holds the auxiliary losses.
+    """A native model that contains the upcycled decoder; in training a head's loss includes the auxiliary losses.
 
-    `freeze_base` freezes the head too where no surgery made it: let one that is new train by itself.
+    `freeze_base` also freezes a head that no surgery made: make the parameters of a new head trainable yourself.
     """
 
     decoder_class: ClassVar[type[UpcycledModel]]
     output_class: ClassVar[type[Any]]
     _no_split_modules: Any
-    # Whether its loss is a mean over tokens, which trainers share out among micro-batches.
+    # Whether the head's loss is a mean over tokens, which trainers divide among micro-batches.
     by_token = False
 
     def __init__(self, config: Any) -> None:
         native, whole = self.decoder_class.__bases__[-1], type(config)
         upcycled = self.decoder_class.config_class
-        # Native code asks by a config's class which model to build.
+        # Native code builds the model that belongs to the config's class.
         config.get_text_config(decoder=True).__class__ = upcycled.__bases__[-1]
         config.__class__ = whole.__bases__[-1]
         try:
@@ -46,11 +46,15 @@ class UpcycledOuter(UpcycledPreTrained):
         decoder.graft()
         self.surgery = decoder.surgery
         self.post_init()
-        # A model between the two was made before the decoder had its layers.
+        # A model between this one and the decoder was built before the decoder had its layers.
         self._no_split_modules = {*self._no_split_modules, *decoder._no_split_modules}
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
-        """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
+        """Return the output of `run`, the native forward, with the auxiliary losses where they apply.
+
+        `given` are its arguments by name; `domain_ids` among them (B or B T; 0: the original domain) switch on the
+        losses that need domains.
+        """
         domain_ids, surgery = given.pop("domain_ids", None), self.surgery
         labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
         trained = open_flow(surgery, given, domain_ids) if self.training and labels is not None else None
@@ -58,7 +62,7 @@ class UpcycledOuter(UpcycledPreTrained):
         if self.training and domain_ids is not None and flow is None:
             if losses:
                 tell(LOST)
-            # A domain gate goes by them.
+            # In training a domain gate follows the domains.
             flow = Flow(domains=given_tokens(given, domain_ids)[2])
         asked = given.get("return_dict")
         if losses:
@@ -79,15 +83,18 @@ class UpcycledOuter(UpcycledPreTrained):
 def head_over(
     config: type[Any], decoder: type[UpcycledModel], native: type[Any], output: type[Any], auto: str, **stated: Any
 ) -> Any:
-    """The native head over an upcycled decoder, as a class of this file: what `AutoModelFor…` finds and saves."""
-    # In training the auxiliary losses, before their weights (None where they are off); pickles find it here.
+    """Return a class of this file for the native head over an upcycled decoder; `AutoModelFor…` loads and saves it.
+
+    `output` is the head's output class, `auto` the name of the `AutoModelFor…`; `stated` are more class attributes.
+    """
+    # The output's fields for the unweighted auxiliary losses (None where they are off); pickles find the class here.
     extra: Any = [(name, torch.FloatTensor | None, None) for graft in config.grafts for name in graft.losses]
     if extra:
         name, here = f"Upcycled{output.__name__}", {"__module__": __name__}
         output = globals().setdefault(name, make_dataclass(name, extra, bases=(output,), namespace=here))
     stated |= {"config_class": config, "decoder_class": decoder, "stack": decoder.stack, "output_class": output}
     stated |= {"forward": grafted_forward(native.forward), "__module__": __name__}
-    # transformers looks for it among a class's own bases.
+    # transformers looks for GenerationMixin among a class's own bases.
     bases = (UpcycledOuter, native, *(GenerationMixin,) * stated.get("by_token", False))
     made: Any = type(f"Upcycled{native.__name__}", bases, stated)
     made.register_for_auto_class(auto)
@@ -96,7 +103,7 @@ def head_over(
 
 
 def without_surgery(fields: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """A config's fields, its part at `path` without `surgery`, which stands above it."""
+    """Return a config's fields after removing `surgery` from the part at `path`, as the whole config has it already."""
     part = fields
     for key in path:
         part = part.get(key) or {}
@@ -105,14 +112,14 @@ def without_surgery(fields: dict[str, Any], path: tuple[str, ...]) -> dict[str, 
 
 
 class BesideGrafts(WeightTransform):
-    """What is mixed into a conversion of transformers': tensors of grafts go where their layer goes, by their names."""
+    """A mixin for a transformers weight conversion: a graft's tensor is renamed only as its layer is renamed."""
 
     __slots__ = ()
-    # Of a graft's tensor what stands before its place in the layer, and the rest.
+    # Splits the name of a graft's tensor into the path of its layer and the rest.
     grafts: ClassVar[re.Pattern[str]]
 
     def rename_source_key(self, source_key: str) -> Any:
-        """As transformers', but of a graft's tensor the first part alone."""
+        """Rename a tensor as transformers does; in the name of a graft's tensor only the path of its layer."""
         found = self.grafts.fullmatch(source_key)
         if found is None:
             return super().rename_source_key(source_key)
@@ -122,12 +129,12 @@ class BesideGrafts(WeightTransform):
         return renamed[:-1] + found[2], pattern
 
     def reverse_transform(self) -> Any:
-        """As transformers', and beside grafts too."""
+        """Return the reverse conversion, which treats grafts' tensors in the same way."""
         return beside_grafts(super().reverse_transform(), self.grafts)
 
 
 def beside_grafts(conversion: Any, grafts: re.Pattern[str]) -> Any:
-    """The conversion as one that leaves the tensors of grafts their names, which `grafts` parts."""
+    """Return the conversion, changed to rename grafts' tensors only with their layer; `grafts` splits their names."""
     kind = type(conversion)
     if not issubclass(kind, BesideGrafts):
         # Pickles find it here.
@@ -137,10 +144,10 @@ def beside_grafts(conversion: Any, grafts: re.Pattern[str]) -> Any:
 
 
 def carry_conversions(upcycled: type[Any], native: type[Any]) -> None:
-    """Let transformers read and write an upcycled model's tensors as the native one's.
+    """Register the native model's weight conversions for the upcycled one, so that transformers applies them to it.
 
-    It does so for its own classes, by name, and by model type; of other code it must be told. A type may have another's
-    class: its config says which it is.
+    transformers finds conversions by class name and by model type, and knows only its own. A native class may serve
+    several model types; the type is taken from the config.
     """
     config = upcycled.config_class
     names = (name for graft in config.grafts for name in graft.tensors)
@@ -149,7 +156,7 @@ def carry_conversions(upcycled: type[Any], native: type[Any]) -> None:
     types = (config.model_type, config.__bases__[-1].model_type)
     for ours, theirs in (types, (upcycled.__name__, native.__name__)):
         if (known := conversion_mapping.get_checkpoint_conversion_mapping(theirs)) is not None:
-            # A part's config keeps its type, which is the native model's too.
+            # The config of a part keeps the native model type: register by class name instead.
             ours = upcycled.__name__ if ours == theirs else ours
             known = [beside_grafts(each, grafts) for each in known]
             conversion_mapping.register_checkpoint_conversion_mapping(ours, known, overwrite=True)

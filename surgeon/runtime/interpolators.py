@@ -1,11 +1,11 @@
-"""Interpolators (Control LLM, arXiv:2501.10979, section 3.3): how two branches of a layer become one.
+"""Interpolators (Control LLM, arXiv:2501.10979, section 3.3): equations that combine two branches of a layer.
 
-Each is one class: its key in plans, its tensors at birth and its equation. Previews read this file without torch, so
-equations are written with operators and methods of tensors, and import torch themselves where they need more.
+Each interpolator is one class with its key in plans, its tensors at birth and its equation. Previews read this file
+without torch: equations use operators and methods of tensors, and import torch inside a method where they need more.
 
-Shapes: B batch, T tokens, D hidden size; h the layer's input, p the pre-trained and e the expanded branch, all B T D;
-α, the share of e: a float, a tensor of shape (1,) or of B T 1.
-Written as p + α (e − p) (`lerp`), the result is bit-exactly p where e equals p, whatever α is.
+Shapes: B batch, T tokens, D hidden size; h is the layer's input, p the output of the pre-trained branch and e that of
+the expanded branch, all B T D. α, the share of e, is a float or a tensor of shape (1,) or B T 1.
+Computed as p + α (e − p) (`lerp`), the result is bit-exactly p where e equals p, whatever α is.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .precision import at_least_fp32
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Below this angle (radians) slerp's share differs from α by less than fp32 can hold.
+# Below this angle (radians) slerp's share of e differs from α by less than the precision of fp32.
 SMALL_ANGLE = 1e-3
 
 
 @dataclass(frozen=True)
 class InterpolatorSpec:
-    """How two branches become one: α in training and at inference (None: the same), learned or fixed."""
+    """The settings of an interpolator: its kind, α in training and at inference (None: the same), learned or fixed."""
 
     kind: str = "lerp"
     alpha: float = 0.5
@@ -36,12 +36,12 @@ class InterpolatorSpec:
 
 
 class Interpolation:
-    """One interpolator. What is not overridden is lerp with one α, fixed or learned.
+    """The base class of interpolators; its own methods compute lerp with one α, fixed or learned.
 
-    `scalar_alpha`: its α is one number, so that another can take its place at inference. `projects`: it projects for
-    the divergence, without which its matrix would never train. `unmergeable` says why two branches that it joins
-    cannot be folded into one layer without a stated share; empty where they can. A learned α that is folded stands in
-    a tensor `logit`, as α = σ(logit); where it stands otherwise, the share must be stated.
+    `scalar_alpha`: α is one number, so that another number can replace it at inference. `projects`: its matrix is used
+    only in the divergence loss, and never trains without this loss. `unmergeable`: why its two branches cannot be
+    folded into one layer without a stated share; empty where they can. Folding reads a learned α from the tensor
+    `logit`, as α = σ(logit); an interpolator that stores α in another way needs a stated share.
     """
 
     key: ClassVar[str]
@@ -50,18 +50,18 @@ class Interpolation:
     unmergeable: ClassVar[str] = ""
 
     def matrices(self, width: int) -> dict[str, Birth]:
-        """Its tensors beside α, for hidden states of size `width`."""
+        """Return the births of its tensors other than α, for hidden states of size `width`."""
         return {}
 
     def learned(self, alpha: float) -> dict[str, Birth]:
-        """The tensor that holds α where it is learned; shape (1,), as FSDP2 does not shard scalars."""
+        """Return the birth of the tensor that holds a learned α; shape (1,), as FSDP2 does not shard scalars."""
         return {"logit": Fill((1,), log_odds(alpha))}
 
     def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
         """Return α of this forward, which also weighs the divergence.
 
         Args:
-            tensors: those of `births`, by name: what `learned` names is there only where α is learned.
+            tensors: the tensors of `births`, by name; those of `learned` are present only where α is learned.
             alpha: the stated share.
             h: the layer's input.
             p: the pre-trained branch.
@@ -83,27 +83,27 @@ class Interpolation:
         return p.lerp(e, alpha)
 
     def anchor(self, tensors: Mapping[str, Tensor], p: Tensor) -> Tensor:
-        """What the divergence pulls the expanded branch towards; `p` is detached."""
+        """Return the states towards which the divergence pulls the expanded branch; `p` is detached."""
         return p
 
     def births(self, spec: InterpolatorSpec, width: int) -> dict[str, Birth]:
-        """All its tensors at birth, by name."""
+        """Return the births of all its tensors, by name."""
         return self.matrices(width) | (self.learned(spec.alpha) if spec.learnable else {})
 
 
 def log_odds(alpha: float) -> float:
-    """The number whose sigmoid is α."""
+    """Return the number whose sigmoid is α."""
     return math.log(alpha) - math.log1p(-alpha)
 
 
 class Lerp(Interpolation):
-    """h = (1 − α) p + α e."""
+    """Linear interpolation: (1 − α) p + α e."""
 
     key = "lerp"
 
 
 class Dlerp(Interpolation):
-    """h = (1 − α) p + α e, α = σ(W [p, e] + b) for every token; b stays at logit α unless `learnable`."""
+    """Lerp with its own α for every token: (1 − α) p + α e, α = σ(W [p, e] + b); b stays logit α unless `learnable`."""
 
     key = "dlerp"
     scalar_alpha = False
@@ -112,43 +112,42 @@ class Dlerp(Interpolation):
     states: ClassVar[int] = 2
 
     def matrices(self, width: int) -> dict[str, Birth]:
-        """W = 0: every token starts at α."""
+        """Return the birth of W: zeros, so that every token begins with the stated α."""
         return {"weight": Fill((1, self.states * width))}
 
     def learned(self, alpha: float) -> dict[str, Birth]:
-        """b."""
+        """Return the birth of the bias b: logit α."""
         return {"bias": Fill((1,), log_odds(alpha))}
 
     def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
-        """From what both branches say."""
+        """Return α for every token, B T 1, from the outputs of both branches."""
         import torch
 
         return self.gate(tensors, alpha, torch.cat((p, e), dim=-1))
 
     def gate(self, tensors: Mapping[str, Tensor], alpha: float, features: Tensor) -> Tensor:
-        """σ(W features + b), B T 1; the sigmoid in fp32."""
+        """Return σ(W features + b), B T 1; the sigmoid is computed in at least fp32."""
         score = at_least_fp32(features @ tensors["weight"].T)
         bias = at_least_fp32(tensors["bias"]) if "bias" in tensors else log_odds(alpha)
         return (score + bias).sigmoid().to(features.dtype)
 
 
 class DlerpIn(Dlerp):
-    """Dlerp whose α comes from the layer's input: α = σ(W h + b)."""
+    """Dlerp with α from the layer's input: α = σ(W h + b)."""
 
     key = "dlerp_in"
     states = 1
 
     def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
-        """From the layer's input."""
+        """Return α for every token, B T 1, from the layer's input."""
         return self.gate(tensors, alpha, h)
 
 
 class MixtureOfTwo(Interpolation):
-    """Hard choice for every token: the larger of softmax(W h + b) takes all; a tie is the expanded branch's.
+    """A hard choice for every token: the branch with the larger of softmax(W h + b); in a tie the expanded branch.
 
-    argmax alone would leave the gate without a gradient. The choice is therefore passed straight through:
-    forward takes one branch exactly, backward sees the probability of the expanded branch, which is also the
-    divergence's α.
+    argmax would give the gate no gradient. So the choice is a straight-through estimate: forward returns exactly one
+    branch, and backward uses the probability of the expanded branch, which is also the divergence's α.
     """
 
     key = "moe"
@@ -156,61 +155,62 @@ class MixtureOfTwo(Interpolation):
     unmergeable = "chooses α for every token"
 
     def matrices(self, width: int) -> dict[str, Birth]:
-        """Random scores, of the variance of a linear layer's default, so that both branches get tokens at once."""
+        """Return the birth of W: random, with a linear layer's variance, so that both branches get tokens at once."""
         return {"weight": Normal((2, width), 1 / math.sqrt(3 * width))}
 
     def learned(self, alpha: float) -> dict[str, Birth]:
-        """b = (0, logit α)."""
+        """Return the birth of the bias b: (0, logit α)."""
         return {"bias": Values((2,), values=(0.0, log_odds(alpha)))}
 
     def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
-        """The probability of the expanded branch, B T 1, in fp32."""
+        """Return the probability of the expanded branch, B T 1, in at least fp32."""
         scores = at_least_fp32(h @ tensors["weight"].T)
         fixed = scores.new_tensor((0.0, log_odds(alpha)))
         bias = at_least_fp32(tensors["bias"]) if "bias" in tensors else fixed
         return (scores + bias).softmax(dim=-1)[..., 1:]
 
     def join(self, tensors: Mapping[str, Tensor], p: Tensor, e: Tensor, alpha: float | Tensor) -> Tensor:
-        """The chosen branch."""
+        """Return for every token the chosen branch, exactly."""
         assert not isinstance(alpha, float)
         choice = (alpha >= 0.5).to(alpha.dtype) + (alpha - alpha.detach())
         return p.lerp(e, choice.to(p.dtype))
 
 
 class Lateral(Interpolation):
-    """One with a square matrix W, of which `weight` holds W − I, so that zeros are the exact identity.
+    """An interpolator with a square matrix W; its tensor `weight` holds W − I, so that zeros are the exact identity.
 
-    W itself would lose its updates in bf16: beside the 1 of its diagonal they round away.
+    W itself would lose small updates in bf16: added to the 1 of its diagonal, they round away.
     """
 
     def matrices(self, width: int) -> dict[str, Birth]:
-        """W − I = 0."""
+        """Return the birth of W − I: zeros."""
         return {"weight": Fill((width, width))}
 
 
 class Plerp(Lateral):
-    """h = (1 − α) W p + α e."""
+    """Lerp with a projection of the pre-trained branch: (1 − α) W p + α e."""
 
     key = "plerp"
     unmergeable = "projects the pre-trained branch, which no single layer can do"
 
     def join(self, tensors: Mapping[str, Tensor], p: Tensor, e: Tensor, alpha: float | Tensor) -> Tensor:
-        """Linear interpolation of the lateral layer's output and the expanded branch."""
+        """Return the linear interpolation of W p and the expanded branch."""
         return (p + p @ tensors["weight"].T).lerp(e, alpha)
 
 
 class Slerp(Interpolation):
     """Spherical interpolation: sin((1−α)θ)/sin θ · p + sin(αθ)/sin θ · e, θ the angle between p and e.
 
-    From the public code, not the paper. Computed as (sum of the factors) · lerp(p, e, share of the second),
-    with θ from the chord of the unit vectors, so that equal branches give θ = 0, a sum of 1 and exactly p.
+    The equation is from the public code, not the paper. It is computed as (sum of the two factors) · lerp(p, e, second
+    factor / sum). θ comes from the chord of the unit vectors, so that equal branches give θ = 0, a sum of 1 and exactly
+    p.
     """
 
     key = "slerp"
     unmergeable = "goes along an arc; a straight mean is something else"
 
     def join(self, tensors: Mapping[str, Tensor], p: Tensor, e: Tensor, alpha: float | Tensor) -> Tensor:
-        """Interpolation along the arc, in at least fp32."""
+        """Return the interpolation along the arc, computed in at least fp32."""
         import torch
         from torch.nn import functional as F
 
@@ -218,7 +218,7 @@ class Slerp(Interpolation):
         unit_p, unit_e = F.normalize(p, dim=-1), F.normalize(e, dim=-1)
         chord = torch.linalg.vector_norm(unit_e - unit_p, dim=-1, keepdim=True)
         sagitta = torch.linalg.vector_norm(unit_e + unit_p, dim=-1, keepdim=True)
-        # Opposite vectors have no arc between them; stop just short of a half turn.
+        # Opposite vectors have no unique arc between them; the angle is clamped just below a half turn.
         theta = (2 * torch.atan2(chord, sagitta)).clamp(max=math.pi - SMALL_ANGLE)
         small = theta < SMALL_ANGLE
         safe = torch.where(small, torch.ones_like(theta), theta)
@@ -229,16 +229,16 @@ class Slerp(Interpolation):
 
 
 class Proj(Lateral):
-    """Lerp whose divergence compares e with W p. From the public code, not the paper.
+    """Lerp with a divergence between e and W p; from the public code, not the paper.
 
-    W takes no part in the combined states; the loss trains it and the expanded branch.
+    W does not change the combined states; the divergence loss trains W and the expanded branch.
     """
 
     key = "proj"
     projects = True
 
     def anchor(self, tensors: Mapping[str, Tensor], p: Tensor) -> Tensor:
-        """W p."""
+        """Return W p."""
         return p + p @ tensors["weight"].T
 
 

@@ -1,4 +1,10 @@
-"""Layers and their blocks with grafts, mixed in before native ones; built as native ones, they change their class."""
+"""Mixins that put grafts into native layers and blocks.
+
+A mixin is the first base of a class with grafts, before the native class: `class UpcycledLlamaDecoderLayer(
+UpcycledLayer, LlamaDecoderLayer)`. A model is built natively; then its layers and blocks change their `__class__`.
+
+Shapes: B batch, T tokens of this forward, D hidden size.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_
 
 @contextmanager
 def in_flow(flow: Flow | None) -> Iterator[None]:
-    """Let the decoder and the layers that this thread runs find `flow`."""
+    """Set the flow of this thread inside the context; the decoder and the layers read it."""
     previous, here.flow = here.flow, flow
     try:
         yield
@@ -29,25 +35,26 @@ def in_flow(flow: Flow | None) -> Iterator[None]:
 
 
 def one_tensor(made: Any) -> tuple[Tensor, Any]:
-    """A module's output, and what came with it; None where it came alone."""
+    """Split what a module returned into its output tensor and the rest; None: it returned only a tensor."""
     return (made[0], made[1:]) if isinstance(made, tuple | list) else (made, None)
 
 
 def with_rest(output: Tensor, rest: Any) -> Any:
-    """The output in the form in which it came."""
+    """Return an output with its rest, in the form that the module returned; `one_tensor` splits it."""
     return output if rest is None else type(rest)([output, *rest])
 
 
 class Seat(nn.Module):
-    """Where grafts of a block stand that the model calls by another name."""
+    """A module that holds the modules of grafts for a block to which the native model gives another name."""
 
 
-# A site adds what stands beside its block in `__call__` and leaves `forward` native: vLLM reads the source of a class's
+# A site adds the output of grafts in `__call__` and leaves `forward` native: vLLM reads the source of a class's
 # `forward` to find where attention is computed and which projections it may fuse.
 class Site(nn.Module):
-    """Mixed in before a native block: what it `reads` comes first, what it writes first in what it returns.
+    """A mixin before a native block that adds the output of grafts to the block's output.
 
-    Grafts stand in the block itself, or at its `seat` where it has another name than they know it by.
+    The block's first argument, named `reads`, is its input; its output comes first in what it returns. The modules of
+    grafts lie in the block itself, or in its `seat` where the native model gives the block another name.
     """
 
     grafts: tuple[Any, ...]
@@ -55,7 +62,7 @@ class Site(nn.Module):
     reads: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The native output with what grafts make of it; experts may give it as one row a token."""
+        """Return the native output as grafts change it; a block of experts may return one row for each token."""
         if here.frame is not None and here.frame.off:
             return super().__call__(*args, **kwargs)
         output, rest = one_tensor(super().__call__(*args, **kwargs))
@@ -68,30 +75,31 @@ class Site(nn.Module):
 
 
 class UpcycledLayer(nn.Module):
-    """A native layer into which grafts put their modules; `grafts` are those that have a part in it.
+    """A mixin before a native layer that adds grafts to it; `grafts` are the grafts that act in this layer.
 
-    `forward` is a pure function of tensors, so that gradient checkpointing may run it again; `__call__` carries what
-    crosses layers in and out of this thread's flow, as native code passes nothing of ours. `sites` are blocks that can
-    carry grafts: path, native class, the name by which grafts know them, and class with grafts.
+    `forward` is a pure function of tensors, so that gradient checkpointing may run it again. `__call__` moves what
+    layers share (routing, the gate's decision, losses) between `forward` and this thread's flow, as native code does
+    not pass these on. `sites` are the blocks that can carry grafts: path, native class, the name by which grafts know
+    the block, and the class with grafts.
     """
 
-    # None where transformers builds another layer of this class: for MTP it takes the class of the model's last one.
+    # Empty in a layer that transformers builds itself: for MTP it takes the class of the model's last layer.
     grafts: tuple[Any, ...] = ()
     sites: ClassVar[tuple[tuple[str, Any, str, Any], ...]] = ()
     activation_field: ClassVar[str]
-    # Whether the layer makes the routing that it and those above it read.
+    # Whether the layer computes the routing that it and deeper layers read.
     routes = False
-    # Whether it makes the gate's decision; the grafts here that take part only where that is open, by their names;
-    # whether the whole layer does so.
+    # Whether the layer holds the domain gate; the names of its grafts that the gate switches; whether the gate switches
+    # the whole layer.
     decides = False
     gated: frozenset[str] = frozenset()
     layer_gated = False
-    # Whether the base does not have it.
+    # Whether a surgery inserted the layer, so that the base does not have it.
     inserted = False
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
-        """Let grafts in; `index` is the layer's, of trunk or tail."""
-        # Blocks beside which grafts stand become able to carry them.
+        """Add the modules of all grafts that act in this layer; `index` is its number in trunk or tail."""
+        # A block to which a graft adds something gets the class with grafts.
         for name, native, role, kind in self.sites:
             found: Any = dict(self.named_modules()).get(name)
             beside = tuple(graft for graft in surgery.rules if role in graft.blocks(surgery, index))
@@ -101,16 +109,16 @@ class UpcycledLayer(nn.Module):
                 found.reads = next(iter(inspect.signature(found.forward).parameters))
                 if name != role:
                     setattr(self, role, Seat())
-                    # Past nn.Module, which would take the seat for a part of the block.
+                    # Set past nn.Module, which would register the seat as a submodule of the block.
                     vars(found)["seat"] = getattr(self, role)
         self.loss_weights: dict[str, float] = {}
         self.grafts = tuple(graft for graft in surgery.rules if graft.attach(self, config, index, surgery))
         self.inserted = index in surgery.inserted
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer in this thread's flow, which takes what it leaves; what it returns is of the native form."""
+        """Run the layer; store its routing, decision and losses in this thread's flow; return the native form."""
         flow = here.flow if here.flow is not None and (self.grafts or here.flow.off) else None
-        # What carries gradient goes in by position, for reentrant checkpointing.
+        # Tensors that carry gradient are passed by position, as reentrant checkpointing needs.
         routing, on = (None, None) if flow is None else (flow.routing, flow.on)
         output = super().__call__(hidden_states, routing, *args, flow=flow, on=on, **kwargs)
         if flow is not None and isinstance(output, tuple):
@@ -128,9 +136,11 @@ class UpcycledLayer(nn.Module):
     def forward(
         self, hidden_states: Tensor, routing: Any, *args: Any, flow: Flow | None, on: Any, **kwargs: Any
     ) -> Any:
-        """The layer's output, B T D, then what it leaves in the flow: losses as vectors, one for each weight.
+        """Return the layer's output, B T D; where there is a flow, then what `__call__` stores in the flow.
 
-        It is flat: what is nested gets no gradient from reentrant checkpointing. With grafts `off` it is the base's.
+        These are the routing, the gate's decision and a vector of losses for each entry of `loss_weights`. The tuple is
+        flat, because nested tensors get no gradient from reentrant checkpointing. With grafts `off` the output equals
+        the base's.
         """
         frame = Flow(routing=routing, on=on, gated=self.gated, shape=hidden_states.shape)
         if flow is not None:
@@ -148,7 +158,7 @@ class UpcycledLayer(nn.Module):
         finally:
             here.frame = previous
         if frame.off and self.inserted:
-            # An inserted layer was run all the same: its keys and values fill its place in a cache.
+            # An inserted layer has still run, so that its keys and values fill its place in a cache.
             return hidden_states
         if self.layer_gated and not frame.off:
             output = only_where(frame.on, output, hidden_states)

@@ -1,4 +1,7 @@
-"""Auxiliary losses: measured in a layer, in at least fp32 and without padding, added to the task's loss."""
+"""Auxiliary losses: measured in layers, in at least fp32 and without padding, then added to the task's loss.
+
+Shapes: B batch, T tokens of this forward, L experts or control states among which a token chooses K.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,16 @@ EVALUATING = (
 
 
 def tell(message: str) -> None:
-    """Say once, where a step trains, what it would not show."""
+    """Warn once with `message`, in a forward with gradients that no compiler records."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         logger.warning_once(message)
 
 
 def open_flow(surgery: Surgery, given: Mapping[str, Any], domain_ids: Tensor | None) -> Flow:
-    """The flow of a training step, for a forward's arguments; without `valid` where no auxiliary loss applies."""
+    """Return the flow of a training step; its `valid` is None where no auxiliary loss applies.
+
+    `given` are the forward's arguments by name.
+    """
     inputs, mask, domains = given_tokens(given, domain_ids)
     flow, by_domain = Flow(domains=domains), surgery.needs_domains()
     if by_domain and domain_ids is None:
@@ -45,19 +51,22 @@ def open_flow(surgery: Surgery, given: Mapping[str, Any], domain_ids: Tensor | N
 
 
 def given_tokens(given: Mapping[str, Any], domain_ids: Tensor | None) -> tuple[Tensor, Any, Tensor | None]:
-    """A forward's token ids or embeddings, whichever were given, their mask, and of `domain_ids` each token's, B T."""
+    """Return a forward's token ids or embeddings, whichever were given, their mask, and each token's domain, B T.
+
+    The domains are None without `domain_ids`.
+    """
     inputs: Tensor = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
     mask = given.get("attention_mask")
     if isinstance(mask, dict):
-        # By the kind of layer: the one for layers that see everything, or the first.
+        # One mask for each kind of layer: take the one for full attention, or the first.
         mask = mask.get("full_attention", next(iter(mask.values())))
     return inputs, mask, None if domain_ids is None else domain_ids.reshape(len(inputs), -1).expand(inputs.shape[:2])
 
 
 def valid_tokens(mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor | None = None) -> Tensor:
-    """Which of the tokens that go in are no padding: B T, bool.
+    """Return which of this forward's tokens are no padding: B T, bool. Raises ValueError for a mask of another shape.
 
-    `seen` tokens are in the cache before them; None: a mask has no columns behind theirs.
+    `seen` is the number of cached tokens before them; None: their columns are the last of a mask.
     """
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
@@ -66,7 +75,7 @@ def valid_tokens(mask: Any, shape: torch.Size, device: torch.device, seen: int |
         raise ValueError(f"attention_mask is {given}; losses and controls need the two-dimensional one")
     if mask.dim() == 2:
         return mask[:, -shape[1] :].bool()
-    # At each token's own column; where a window has cut that off, a token that sees anything counts.
+    # A token that a 4-D mask shows itself counts. If a window has cut off its column, it counts if it sees anything.
     shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
     if seen is None:
         return shown.diagonal(shown.shape[-1] - shape[1], 1, 2).expand(shape)
@@ -78,16 +87,17 @@ def valid_tokens(mask: Any, shape: torch.Size, device: torch.device, seen: int |
 
 
 def masked_mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """Mean of `values` (B T) over `chosen` (B T, bool); 0 where nothing is chosen."""
+    """Return the mean of `values` (B T) over `chosen` (B T, bool); 0 where nothing is chosen."""
     chosen = chosen.to(values.device)
     return torch.where(chosen, values, torch.zeros_like(values)).sum() / chosen.sum().clamp(min=1)
 
 
 def balance_loss(probabilities: Tensor, valid: Tensor, top_k: int) -> Tensor:
-    """Σ_j f_j P_j over valid tokens: f_j = L/K · share of tokens that choose j, P_j its mean probability (B T L).
+    """Return Σ_j f_j P_j over valid tokens: f_j is L/K · share of tokens that choose j, P_j the mean probability of j.
 
-    As in Mixture-of-Control (section 3.3), and in DeepSeek-V3 (equations 17 to 20) for a sequence. `valid` is B T.
-    Shape (1,): 1 where all are chosen equally, up to L/K where the same K always are.
+    `probabilities` are B T L, `valid` is B T (bool). Mixture-of-Control uses this loss (section 3.3), and DeepSeek-V3
+    (equations 17 to 20) over a sequence. Shape (1,): 1 where all j are chosen equally, up to L/K where all tokens
+    choose the same K.
     """
     weight = valid.unsqueeze(-1).to(probabilities.dtype)
     count = weight.sum().clamp(min=1)
@@ -97,16 +107,19 @@ def balance_loss(probabilities: Tensor, valid: Tensor, top_k: int) -> Tensor:
 
 
 def selected(probabilities: Tensor, top_k: int) -> Tensor:
-    """1 where a token's K greatest are, else 0: B T L."""
+    """Return 1 at the K greatest probabilities of each token, else 0: B T L, without gradient."""
     return torch.zeros_like(probabilities).scatter(-1, probabilities.topk(top_k, dim=-1).indices, 1.0).detach()
 
 
 def with_losses(output: Any, flow: Flow, labels: Any, given: Mapping[str, Any], *, by_token: bool) -> dict[str, Any]:
-    """The output's fields with the losses, and `loss` raised by share · Σ over kinds of the mean weighted loss."""
+    """Return the output's fields with the mean of each loss, and `loss` + share · Σ over losses of the weighted mean.
+
+    The share is 1, or with `by_token` the micro-batch's share of the tokens in the accumulated batch.
+    """
     made: dict[str, Any] = dict(output.items())
     share: Any = 1.0
     if by_token and given.get("num_items_in_batch") is not None:
-        # This micro-batch's share of the accumulated batch, by which Trainer normalises the task's loss too.
+        # This micro-batch's share of the accumulated batch: Trainer normalises the task's loss by the same number.
         counted = labels[..., 1:] if given.get("shift_labels") is None else given["shift_labels"]
         share = (counted != -100).sum() / torch.as_tensor(given["num_items_in_batch"], device=labels.device)
     for name, parts in flow.losses.items():

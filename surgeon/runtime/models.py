@@ -1,4 +1,4 @@
-"""Models of any type with grafts: built whole as the native one, whose layers then change their class."""
+"""Models of any type with grafts: the native model is built first, then its layers change their class."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .rules import Surgery, read_surgery
 
 
 class UpcycledPreTrained(PreTrainedModel):
-    """What upcycled models share; `stack` is the path of the list of layers in the model that holds it."""
+    """The base class of upcycled models; `stack` is the path of the list of layers in the model that holds it."""
 
     stack: ClassVar[str]
     surgery: Surgery
 
-    # Its modules are native ones, all of whose buffers transformers must fill as it does in its own models.
+    # False makes transformers fill the buffers of the native modules, as it does in its own models.
     is_custom_code = classmethod(lambda cls: False)
 
     @property
     def supports_pp_plan(self) -> bool:
-        """What vLLM and SGLang ask where they would split the layers over processes, alone."""
+        """Raise ValueError; only vLLM and SGLang read this, where they would split the layers over processes."""
         raise ValueError("layers with grafts run in one process alone; set pipeline_parallel_size to 1")
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
-        # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.
+        # A native model lists what stays in float32 by names such as `gate`, which modules of grafts may have too.
         plan: dict[str, Any] = super()._get_dtype_plan(dtype)
         left = self._left_by_quantisers()
         plan = {name: held for name, held in plan.items() if name not in left}
@@ -44,7 +44,7 @@ class UpcycledPreTrained(PreTrainedModel):
 
     @property
     def _keep_in_fp32_modules(self) -> Any:
-        # Every quantiser of transformers leaves what stands here, and asks a model that is marked as its own.
+        # Every quantiser of transformers leaves the modules listed here, and marks the model before it reads the list.
         kept = self.__dict__.get("kept_in_fp32", self.native_class()._keep_in_fp32_modules)
         return {*(kept or ()), *self._left_by_quantisers()} if getattr(self, "is_quantized", False) else kept
 
@@ -58,12 +58,12 @@ class UpcycledPreTrained(PreTrainedModel):
         return {name for name, module in held if isinstance(module, replaces) or hasattr(module, "spanning")}
 
     def grafted_models(self) -> dict[str, UpcycledModel]:
-        """The models in this one, or this one, whose layers hold grafts, by what names of their tensors begin with."""
+        """Return the models with grafts, this one or those inside it, by the prefix of their tensors' names."""
         held = self.named_modules()
         return {f"{name}." if name else "": module for name, module in held if isinstance(module, UpcycledModel)}
 
     def graft_parameter_names(self) -> list[str]:
-        """Names of the parameters that the surgery added and that train, in the model's order."""
+        """Return the names of the trainable parameters that the surgery added, in the model's order."""
         owners = tuple(
             prefix + owner.replace("layers.", f"{model.stack}.", 1)
             for prefix, model in self.grafted_models().items()
@@ -72,7 +72,7 @@ class UpcycledPreTrained(PreTrainedModel):
         return [name for name, _ in self.named_parameters() if name.startswith(owners)]
 
     def freeze_base(self) -> list[str]:
-        """Let exactly the parameters of `graft_parameter_names()` train; returns their names."""
+        """Make exactly the parameters of `graft_parameter_names()` trainable; return their names."""
         names = dict.fromkeys(self.graft_parameter_names())
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name in names)
@@ -80,10 +80,10 @@ class UpcycledPreTrained(PreTrainedModel):
 
     @contextmanager
     def grafts(self, *, enabled: bool) -> Iterator[None]:
-        """With `enabled=False`, inside and in this thread, the model computes what its base does, bit for bit.
+        """Switch grafts off (`enabled=False`) inside the context and in this thread.
 
-        Grafts take no part, and inserted layers hand on what they get. A cache that was made inside is for inside.
-        `enabled=True` inside of it switches them on again.
+        The model then computes what its base does, bit for bit: grafts take no part, and inserted layers return their
+        input. Use a cache that was filled inside only inside. A nested `enabled=True` switches grafts on again.
         """
         before, own = here.off, tuple(self.grafted_models().values())
         others = tuple(model for model in before if model not in own)
@@ -95,12 +95,12 @@ class UpcycledPreTrained(PreTrainedModel):
 
     @classmethod
     def native_class(cls) -> Any:
-        """The class of transformers that this one extends."""
+        """Return the class of transformers that this class extends."""
         natives = (kind for kind in cls.__mro__ if issubclass(kind, PreTrainedModel))
         return next(kind for kind in natives if not issubclass(kind, UpcycledPreTrained))
 
-    # For these two transformers reads the source of a class's module, which here is not the one where experts and
-    # attention are: the model would run experts one by one, and so sum otherwise than the base does.
+    # For these two, transformers reads the source of a class's module, but native experts and attention are defined in
+    # another one: the model would run experts one by one, and so sum in another order than the base.
     _can_set_experts_implementation = classmethod(lambda cls: cls.native_class()._can_set_experts_implementation())
     _can_set_attn_implementation = classmethod(lambda cls: cls.native_class()._can_set_attn_implementation())
 
@@ -113,9 +113,10 @@ class UpcycledPreTrained(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As transformers', but a checkpoint that lacks a graft's tensor is refused, not filled at random.
+        """Load a model as transformers does, but raise ValueError where the checkpoint lacks a graft's tensor.
 
-        One that holds nothing of the model at all is filled as transformers fills its own, with its warning.
+        transformers would fill the tensor at random. If the checkpoint holds none of the model's tensors at all,
+        transformers fills them with its usual warning.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         lacked, grafted = set(info["missing_keys"]), check_sites(model)
@@ -128,19 +129,22 @@ class UpcycledPreTrained(PreTrainedModel):
 
 
 class UpcycledModel(UpcycledPreTrained):
-    """The model whose config's surgery says which grafts stand in its layers, of the classes `layer_classes`."""
+    """A model whose layers have the grafts that `config.surgery` describes.
+
+    `layer_classes` maps each native class of layers to its class with grafts.
+    """
 
     layer_classes: ClassVar[Mapping[type[nn.Module], type[UpcycledLayer]]]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if type(config) is not self.config_class and type(config).__qualname__ == self.config_class.__qualname__:
-            # vLLM sends its workers a config with a copy of all that its class names, grafts of other code too.
+            # vLLM sends its workers a config with a copy of its class, whose grafts are copies of this code's too.
             config.__class__ = self.config_class
         super().__init__(config, *args, **kwargs)
         self.graft()
 
     def graft(self) -> None:
-        """Make the native layers upcycled ones; the tail goes, its twins stand beside the trunk."""
+        """Change the native layers into layers with grafts; drop the tail, whose layers become twins in the trunk."""
         surgery = self.surgery = read_surgery(self.config)
         layers: Any = self.get_submodule(self.stack)
         if surgery.homes:
@@ -151,15 +155,16 @@ class UpcycledModel(UpcycledPreTrained):
             layer.compose(self.config, index, surgery)
         for graft in surgery.rules:
             graft.complete(self, surgery)
-        # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
+        # transformers registers this by class when a model is made, and this model was made as the native class. (The
+        # key is the model, or before 5.23 the class's name.)
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
-        # The native class's, kept by the model itself, would hide this one's.
+        # The instance has the native class's value, which would hide this class's.
         self.__dict__.pop("_no_split_modules", None)
         self.post_init()
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
-        """`run`, the native forward, in a flow; `given` are its arguments by name."""
+        """Return the output of `run`, the native forward, in a flow; `given` are its arguments by name."""
         given.pop("domain_ids", None)
         if flow is None and self.training and (self.surgery.measures() or self.surgery.needs_domains()):
             tell(LOST)
@@ -168,7 +173,7 @@ class UpcycledModel(UpcycledPreTrained):
 
 
 def grafted_forward(native: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an upcycled model over `native`, with its arguments and `domain_ids`."""
+    """Return the forward of an upcycled model: it wraps `native` and accepts its arguments and `domain_ids`."""
     known = inspect.signature(native)
     names = tuple(known.parameters)[1:]
 
@@ -177,7 +182,7 @@ def grafted_forward(native: Callable[..., Any]) -> Callable[..., Any]:
         given = dict(zip(names, args, strict=False)) | kwargs
         return self.run_grafted(partial(native, self), given, here.flow if surgery_flow is None else surgery_flow)
 
-    # What trainers and generation look at; a `**kwargs` stays the last.
+    # Trainers and generation read this signature; a `**kwargs` stays last.
     held = list(known.parameters.values())
     at = len(held) - (held[-1].kind is inspect.Parameter.VAR_KEYWORD)
     added = inspect.Parameter("domain_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -186,7 +191,10 @@ def grafted_forward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_sites(model: Any) -> list[str]:
-    """Refuse a model whose grafts something (a quantiser, a kernel replacer) has replaced; names of grafts' tensors."""
+    """Return the names of grafts' tensors in a model; raise ValueError where modules of grafts are missing.
+
+    A quantiser or a kernel replacer may have replaced them.
+    """
     bases = model.grafted_models().values()
     counted = [(b, *each) for b in bases for graft in b.surgery.rules for each in graft.counted(b.surgery).items()]
     for base, what, (kind, expected) in counted:

@@ -1,4 +1,4 @@
-"""In which precision sums and exponentials are computed."""
+"""The precision in which sums and exponentials are computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32, or as it is where it is wider."""
+    """Return `x` in fp32, or unchanged where its dtype is wider."""
     import torch
 
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,7 +1,8 @@
-"""What is summed over a sequence up to each token, kept in a cache beside the keys and values of its first entry.
+"""Running sums over each document up to each token, kept in the first entry of a KV cache next to its keys and values.
 
-So a token's choice that depends on all tokens before it is the same in one forward and in several over a cache, and
-in a row of several documents the same as alone. Rows whose documents cannot be known are refused with a ValueError.
+With them, a choice that depends on all earlier tokens of a document is the same in one forward, in several forwards
+over a cache, and in a packed row of several documents. Where the documents of a row cannot be known, ValueError is
+raised.
 
 Shapes: B batch, T tokens of this forward, W tokens of the row.
 """
@@ -20,16 +21,19 @@ from transformers.cache_utils import StaticLayer
 from .graft import Flow
 from .losses import valid_tokens
 
-# What is kept of one owner: values at every token so far, each B T ·, by name.
+# What one graft keeps in a cache: values at every token so far, each B T ·, by name.
 Kept = dict[Any, Tensor]
 
-# A bound that no sum reaches, and rounds for as many tokens as there may be where a graph does not know how many.
+# A bound that no sum reaches; the rounds of `clipped` for 2^20 tokens, used where a graph does not know the length.
 NO_BOUND = 2**60
 _ROUNDS = 20
 
 
 def kept_in(cache: Any, owner: str, *, asked: bool = True) -> Kept | None:
-    """What `owner` kept of earlier tokens in a cache; ValueError where it is `asked` for and those were not its own."""
+    """Return what the graft `owner` kept of earlier tokens in a cache; None: nothing.
+
+    Raises ValueError where `asked` is true and the cache holds tokens of which `owner` kept nothing.
+    """
     layers = _entries(cache)
     found: Kept | None = getattr(layers[0], "kept", {}).get(owner) if layers else None
     if found is None and asked and cache is not None and not torch.compiler.is_compiling():
@@ -42,12 +46,15 @@ def kept_in(cache: Any, owner: str, *, asked: bool = True) -> Kept | None:
 
 
 def _entries(cache: Any) -> Any:
-    """A cache's entries; the text's, where it also has those of what the text attends to beside itself."""
+    """Return a cache's entries, one for each layer; the self-attention's where the cache has cross-attention too."""
     return getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
 
 
 def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
-    """Put what a forward found for its tokens behind what `owner` kept in the cache's first entry."""
+    """Append values of this forward's tokens to what `owner` keeps in the cache's first entry.
+
+    In a static cache the last token's values replace what was kept.
+    """
     if not found or cache is None:
         return
     entry, *others = _entries(cache)
@@ -55,11 +62,11 @@ def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
         entry.kept = {}
         for name in ("reset", *_CHANGES):
             if hasattr(entry, name):
-                # Past the entry's class, which stays transformers' own; copied or pickled, it is the copy's.
+                # On the instance, as the class is transformers' own. A copied or pickled entry gets its own.
                 setattr(entry, name, partial(_with_kept, entry, name))
     past = entry.kept.get(owner)
     if any(isinstance(layer, StaticLayer) for layer in (entry, *others)):
-        # Of a fixed size as all there; it forgets no tokens again.
+        # Of a fixed size, as everything in a static cache. Such a cache drops no tokens, so the last values suffice.
         last = {name: new[:, -1:].clone(memory_format=torch.contiguous_format) for name, new in found.items()}
         entry.kept[owner] = last
     elif past is None:
@@ -69,7 +76,7 @@ def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
 
 
 def _with_kept(entry: Any, name: str, *given: Any) -> Any:
-    """Do to an entry's keys and values, and to what is kept beside them, what is done to the cache."""
+    """Apply the cache operation `name` to an entry's keys and values and to what is kept next to them."""
     made = getattr(type(entry), name)(entry, *given)
     if name == "reset":
         entry.kept = {}
@@ -82,19 +89,22 @@ _CHANGES: dict[str, Callable[..., Tensor]] = {
     "reorder_cache": lambda kept, order: kept.index_select(0, order.to(kept.device)),
     "batch_repeat_interleave": lambda kept, repeats: kept.repeat_interleave(repeats, dim=0),
     "batch_select_indices": lambda kept, rows: kept[rows],
-    # The last -`tokens`, for 0 none; a positive number, as older versions gave it, is how many stay.
+    # Negative: drop the last -`tokens`. 0: drop none. Positive, as in older versions: keep the first `tokens`.
     "crop": lambda kept, tokens: kept[:, :tokens] if tokens else kept,
 }
 
 
 def shown_by(mask: Tensor) -> Tensor:
-    """What a 4-D mask shows each token, the same for all heads: B T W, bool."""
+    """Return which tokens of the row a 4-D mask shows each token, the same for all heads: B T W, bool."""
     return mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
 
 
 def latest(here: Tensor) -> Tensor:
-    """The place, counted from 1, of the last token up to each where `here` (B T, bool) is true; 0: none: B T."""
-    # As `cummax` of places, which ONNX lacks.
+    """Return for each token the place of the last token up to it where `here` (B T, bool) is true: B T.
+
+    Places are counted from 1; 0: `here` is true nowhere so far.
+    """
+    # This equals `cummax` of the places, which ONNX lacks.
     count = here.cumsum(dim=1)
     places = torch.arange(1, here.shape[1] + 1, device=here.device)
     ordered = torch.where(here, places, here.shape[1] + 1).sort(dim=1).values
@@ -102,23 +112,27 @@ def latest(here: Tensor) -> Tensor:
 
 
 class Reading:
-    """Sums over documents in one forward: which tokens are no padding, where documents begin, what came before.
+    """Running sums over documents in one forward.
 
-    `valid` and `begins` are B T, bool; `begins` None: in this forward no document begins but where a row does.
+    `valid` (B T, bool): which tokens are no padding. `begins` (B T, bool): at which tokens a document begins; None:
+    only where a row begins. `past`: what was kept of earlier tokens.
     """
 
     def __init__(self, valid: Tensor, begins: Tensor | None = None, past: Kept | None = None) -> None:
         self.valid = valid
         self.past = past
-        # The place, from 1, at which each token's document begins; 0: before this forward.
+        # The place, counted from 1, at which each token's document begins; 0: before this forward.
         self.begin = None if begins is None else latest(begins)
 
     def before(self, name: Any) -> Tensor | None:
-        """What was kept of a row's last token before this forward, B 1 ·; None: nothing came before."""
+        """Return the kept values `name` of each row's last token before this forward, B 1 ·; None: no earlier token."""
         return None if self.past is None else self.past[name][:, -1:]
 
     def since_begin(self, name: Any, values: Tensor) -> Tensor:
-        """Sums over each token's document up to it, of values B T ·; begun at what is kept as `name`."""
+        """Return for each token the sum of `values` (B T ·) over its document up to it: B T ·.
+
+        A document that began in an earlier forward continues from the sum kept as `name`.
+        """
         total, before = values.cumsum(dim=1), self.before(name)
         carried = total if before is None else total + before
         if self.begin is None:
@@ -128,10 +142,11 @@ class Reading:
         return torch.where(begin > 0, total - outside, carried)
 
     def clipped(self, name: Any, steps: Tensor, most: Tensor | int) -> Tensor:
-        """s ← min(max(s + step, 0), most) over each document, of whole steps B T 1; begun at what is kept as `name`.
+        """Return s after each token of its document, by s ← min(max(s + step, 0), most): B T · for integer steps B T ·.
 
-        x → min(max(x + shift, low), high) composed with another of its form is one again, so that all prefixes take
-        log₂ T rounds (Hillis and Steele 1986), and whole numbers are the same in any order.
+        s begins at zero; in a document that began in an earlier forward it continues from the s kept as `name`.
+        Two functions x → min(max(x + shift, low), high) compose to a function of the same form, so that a parallel scan
+        over all prefixes takes log₂ T rounds (Hillis and Steele 1986). Integers give the same result in any order.
         """
         length = steps.shape[1]
         high = torch.zeros_like(steps) + most
@@ -159,11 +174,11 @@ class Reading:
 def read_rows(
     flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any, *, owner: str, what: str
 ) -> tuple[Tensor, Tensor | None, Kept | None]:
-    """What a `Reading` is made of, for the tokens that go in: valid, begins and past.
+    """Return the arguments of a `Reading` for this forward's tokens: valid, begins and past.
 
-    A document begins where `position_ids` (B T) are 0 or, of several dimensions, where the first, time, goes back, and
-    where a 4-D mask hides a token from the next. ValueError where something came before that nothing tells of: `what`
-    says who reads it.
+    A document begins where `position_ids` (B T) are 0; where those of several dimensions decrease in the first, time;
+    and where a 4-D mask hides a token from the next one. Raises ValueError where earlier tokens exist that no cache
+    describes. `owner` is the graft, `what` the reason in the message why it must know them.
     """
     if flow.packed:
         raise several_in_a_row(what)
@@ -171,7 +186,7 @@ def read_rows(
     seen = 0 if cache is None else cache.get_seq_length()
     valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
     if not (isinstance(attention_mask, Tensor) and attention_mask.shape == inputs.shape[:2]):
-        # Such a mask shows that no token stands before these, whatever number they have.
+        # A 2-D mask of exactly these tokens shows that no token precedes them, whatever their positions.
         _check_positions(flow.positions, valid, past, what)
     begins = _begins(flow.positions, valid)
     apart = _apart(attention_mask, valid, seen)
@@ -181,7 +196,7 @@ def read_rows(
 
 
 def several_in_a_row(what: str) -> ValueError:
-    """What is said where a row holds sequences of which `what` cannot tell where they begin."""
+    """Return the error for a row of several sequences; `what` is the reason why their beginnings must be known."""
     return ValueError(
         f"several sequences stand in one row, as in continuous batching, but {what}; give each sequence a row of its"
         " own"
@@ -189,9 +204,9 @@ def several_in_a_row(what: str) -> ValueError:
 
 
 def check_one_document(positions: Tensor | None, mask: Any, valid: Tensor, what: str) -> None:
-    """ValueError where a row holds several documents, for `what` takes whole rows.
+    """Raise ValueError where a row holds several documents; `what` is the reason in the message.
 
-    So it is where positions go back, or a 4-D mask shows a token not all that it shows others.
+    It does where positions do not ascend, or where a 4-D mask shows a token anything but all tokens without padding.
     """
     if torch.compiler.is_compiling():
         return
@@ -207,19 +222,22 @@ def check_one_document(positions: Tensor | None, mask: Any, valid: Tensor, what:
 
 
 def _previous(valid: Tensor) -> Tensor:
-    """The place, counted from 1, of the nearest token before each that is no padding; 0: none in this forward: B T."""
+    """Return for each token the place of the nearest earlier token that is no padding: B T.
+
+    Places are counted from 1; 0: there is none in this forward.
+    """
     return F.pad(latest(valid)[:, :-1], (1, 0))
 
 
 def _check_positions(positions: Tensor | None, valid: Tensor, past: Kept | None, what: str) -> None:
-    """ValueError where tokens came before these, by their positions, of which no cache says what they gave."""
+    """Raise ValueError where positions show earlier tokens of a document that no cache describes."""
     if positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
         return
     if past is not None and valid.shape[1] == 1:
         return
     positions, previous = positions.to(valid.device).expand(valid.shape), _previous(valid)
     follows = positions.gather(1, (previous - 1).clamp(min=0)) + 1
-    # The first ones follow what a cache holds, or begin.
+    # A row's first token may have any position after a cache, else only 0.
     follows = torch.where(previous > 0, follows, positions if past is not None else 0)
     odd = valid & (positions != follows) & (positions != 0)
     if bool(odd.any()):
@@ -232,7 +250,7 @@ def _check_positions(positions: Tensor | None, valid: Tensor, past: Kept | None,
 
 
 def _begins(positions: Tensor | None, valid: Tensor) -> Tensor | None:
-    """Where a document begins by its positions: B T, bool; None where none are given."""
+    """Return where a document begins according to position ids: B T, bool; None where no ids are given."""
     if positions is None:
         return None
     if positions.dim() == 2:
@@ -244,7 +262,10 @@ def _begins(positions: Tensor | None, valid: Tensor) -> Tensor | None:
 
 
 def _apart(mask: Any, valid: Tensor, seen: int | Tensor) -> Tensor | None:
-    """Where a 4-D mask hides from a token the nearest before it that is no padding: B T, bool; None for other masks."""
+    """Return from which tokens a 4-D mask hides the nearest earlier token that is no padding: B T, bool.
+
+    None for other masks.
+    """
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return None
     shown, previous = shown_by(mask).expand(valid.shape[0], -1, -1).to(valid.device), _previous(valid)
@@ -253,6 +274,6 @@ def _apart(mask: Any, valid: Tensor, seen: int | Tensor) -> Tensor | None:
     columns = torch.arange(length, device=valid.device)
     here = (previous - 1 + offset).clamp(min=0, max=length - 1).unsqueeze(-1)
     sees = torch.where(previous > 0, shown.gather(-1, here).squeeze(-1), (shown & (columns < offset)).any(dim=-1))
-    # Of places that a window has cut off nothing is known.
+    # Nothing is known of tokens whose column a sliding window has cut off.
     known = torch.arange(valid.shape[1], device=valid.device) + offset < length
     return valid & ~sees & known

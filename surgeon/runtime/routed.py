@@ -1,13 +1,14 @@
-"""Routed experts beside the FFN: the base's FFN as the expert that every token passes, others that a router chooses.
+"""Routed experts parallel to the FFN: the base's FFN is the shared expert, and a router chooses others for each token.
 
-Sparse upcycling (Komatsuzaki et al., 2023) with a shared expert, routed as in DeepSeek-V3 (arXiv:2412.19437, section
-2.1.2) without its bias: for model types that no class of transformers with experts holds. In training a loss spreads
-tokens over experts (equations 17 to 20 there, over a batch's tokens together instead of a sequence's).
+This is sparse upcycling (Komatsuzaki et al., 2023) with a shared expert, for model types that transformers has no
+class with experts for. The routing is that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) without its bias. In
+training a loss spreads tokens over experts (equations 17 to 20 there, over all tokens of a batch instead of a
+sequence).
 
 Shapes: B batch, T tokens, D hidden size, S neurons of an expert, E experts, N all tokens of a batch.
 
-What experts add joins the FFN's output inside the MLP module, as adapters' output does: where a family normalises
-what the FFN adds (Gemma 2 and 3, GLM-4), it is normalised together with it.
+The experts' output is added to the FFN's output inside the MLP module, as adapters' output is. Where a model type
+normalises what the FFN adds to the residual stream (Gemma 2 and 3, GLM-4), the sum is normalised.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ from .routed_rules import Routed, RoutedRules, RoutedSpec
 from .rules import Surgery
 
 Matrix = tuple[Tensor, Tensor | None]
-# Against a sum of zero, as the classes of transformers have it.
+# Added to a sum before a division by it, as in the classes of transformers.
 _LEAST = 1e-20
 
 
 class RoutedExperts(Newborn):
-    """Σ over the chosen experts e of w_e · W_down,e (σ(W_gate,e x) ⊙ W_up,e x), σ being the backbone's activation.
+    """The experts of a layer: Σ over the chosen experts e of w_e · W_down,e (σ(W_gate,e x) ⊙ W_up,e x).
 
-    Beside an FFN without a gate it is w_e · W_down,e σ(W_up,e x); where the FFN has biases, W x stands for W x + b.
+    σ is the backbone's activation. For an FFN without a gate a term is w_e · W_down,e σ(W_up,e x). Where the matrices
+    that read in the FFN have biases, W x means W x + b.
 
-    Scores are sigmoids of the router's rows; the weights w_e are the scores of those chosen divided by their sum, and
-    with one expert a token its score itself, else the router would get no gradient.
+    An expert's score is the sigmoid of its row of the router times x. The weights w_e are the scores of the chosen
+    experts divided by their sum. With one expert a token, w_e is the score itself, else the router would get no
+    gradient.
     """
 
     router: nn.Parameter
@@ -52,9 +55,9 @@ class RoutedExperts(Newborn):
         self.act_fn = ACT2FN[activation]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the experts add to the FFN's output for x, B T D both; all scores, those chosen and their weights.
+        """Return what the experts add to the FFN's output for x (B T D both), and how they were chosen.
 
-        Scores are B T E, the numbers of the chosen experts and their weights B T top_k.
+        That is: the scores (B T E), the numbers of the chosen experts and their weights (B T top_k both).
         """
         tokens = x.reshape(-1, x.shape[-1])
         scores, chosen, weights = self.route(tokens)
@@ -62,10 +65,10 @@ class RoutedExperts(Newborn):
         for number, expert in enumerate(self.experts()):
             mine = torch.where(chosen == number, weights, 0.0).sum(-1, keepdim=True).to(tokens.dtype)
             if torch.compiler.is_compiling():
-                # How many tokens an expert gets is not known to a compiler: it computes all of them.
+                # A compiler does not know how many tokens an expert gets: each expert computes all tokens.
                 added = added + torch.where(mine > 0, mine * self.expert(tokens, *expert), 0.0)
             else:
-                # None too: then the expert gets gradients of zero, as other processes may wait for some.
+                # Run an expert without tokens too: its gradients are then zero, not missing; other processes may wait.
                 rows = (chosen == number).any(-1).nonzero().squeeze(-1)
                 made = mine[rows] * self.expert(tokens[rows], *expert)
                 added = added.index_add(0, rows, made)
@@ -73,7 +76,7 @@ class RoutedExperts(Newborn):
         return added.view_as(x), scores, chosen, weights
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """N D to scores, N E in at least fp32, the numbers of the chosen experts and their weights, N top_k both."""
+        """Return scores, N E in at least fp32, and the chosen experts' numbers and weights, N top_k; tokens are N D."""
         scores = F.linear(at_least_fp32(tokens), at_least_fp32(self.router)).sigmoid()
         weights, chosen = torch.topk(scores, self.top_k, dim=-1, sorted=False)
         if self.top_k > 1:
@@ -81,7 +84,7 @@ class RoutedExperts(Newborn):
         return scores, chosen, weights
 
     def experts(self) -> Iterator[tuple[list[Matrix], Tensor]]:
-        """Of one expert after the other what reads, each a matrix and a bias or none, and what writes."""
+        """Yield for each expert the matrices that read, each with its bias or None, and the matrix that writes."""
         none = [None] * len(self.down_proj)
         reading = [
             zip(getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias", none), strict=True)
@@ -92,23 +95,23 @@ class RoutedExperts(Newborn):
             yield inner, down
 
     def expert(self, tokens: Tensor, reading: list[Matrix], down: Tensor) -> Tensor:
-        """What one expert makes of tokens, N D both."""
+        """Return one expert's output for tokens, N D both."""
         first, *more = (F.linear(tokens, matrix, bias) for matrix, bias in reading)
         inner = self.act_fn(first)
         return F.linear(inner * more[0] if more else inner, down)
 
 
 class RoutedGraft(Graft, RoutedRules):
-    """Routed experts."""
+    """The graft that adds routed experts to the outputs of FFNs."""
 
     remembers_nothing = True
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
-        """The MLP."""
+        """Return the MLP, where layer `index` has routed experts."""
         return ("mlp",) if index in surgery.of[self.name].by_layer else ()
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """The experts stand in the MLP."""
+        """Put the layer's experts into its MLP module; return whether the layer has any."""
         found: Routed = surgery.of[self.name]
         if index in found.by_layer:
             spec = found.by_layer[index]
@@ -120,7 +123,7 @@ class RoutedGraft(Graft, RoutedRules):
         return index in found.by_layer
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
-        """FFN(x) + experts(x)."""
+        """Return FFN(x) + experts(x); measure the loss that spreads tokens, where losses are asked for."""
         added: Tensor
         added, scores, *_ = block.routed(x)
         if block.balanced and frame is not None and frame.valid is not None:
@@ -132,5 +135,5 @@ class RoutedGraft(Graft, RoutedRules):
         return output + added
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
-        """Experts of layers."""
+        """Return the class of a layer's experts and the number of layers with experts."""
         return {"layers with routed experts": (RoutedExperts, len(surgery.of[self.name].by_layer))}

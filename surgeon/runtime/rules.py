@@ -1,6 +1,9 @@
-"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors' names, what trains.
+"""The rules of a graft that planner and model share: its entries in `config.surgery`, tensor names, and what trains.
 
-What only planners ask of a graft stands in `surgeon.grafts`.
+Rules that only the planner needs are in `surgeon.grafts`.
+
+Two terms: the trunk is the model's main stack of layers; the tail is the layers after it in config.json. Each layer
+of the tail is the expanded twin of one trunk layer; in the model it lies inside that layer.
 """
 
 from __future__ import annotations
@@ -12,20 +15,20 @@ from typing import Any, ClassVar, TypeVar
 
 from .spread import for_each_layer
 
-# What the names of an expanded twin's tensors begin with, below its layer.
+# The prefix of the names of an expanded twin's tensors, below its layer.
 BRANCH = "expanded."
 
-# A dataclass that holds an entry.
+# A dataclass made from an entry.
 Spec = TypeVar("Spec", bound=Any)
 
 
 class GraftRules:
-    """One graft: its keys in `config.surgery`, and how what stands there is read."""
+    """The rules of one kind of graft: its keys in `config.surgery`, and how to read their values."""
 
     name: ClassVar[str]
     keys: ClassVar[tuple[str, ...]]
-    # Names of grafts' tensors, which a native model might take for some of its own; `*` is any text. Here are all that
-    # surgeon brings: what transformers is told of a model type counts for every model of that type in a process.
+    # Names of grafts' tensors, which a native model might mistake for its own; `*` is any text. All of surgeon's grafts
+    # are listed here, because conversions registered in transformers apply to every model of a type in the process.
     tensors: ClassVar[tuple[str, ...]] = (
         "*mlp.adapter.*",
         "*mlp.routed.*",
@@ -35,84 +38,93 @@ class GraftRules:
         "*control_bank.*",
         "*domain_gate.*",
     )
-    # The fields that it adds to a model's output, in training, and what they are.
+    # The fields that the graft adds to a model's output in training, each with its meaning.
     losses: ClassVar[Mapping[str, str]] = {}
 
     def read(self, raw: Mapping[str, Any]) -> Any:
-        """What `config.surgery` says of it."""
+        """Return the graft's specs from its keys in `config.surgery`."""
         raise NotImplementedError
 
     def branches(self, found: Any) -> list[tuple[int, int]]:
-        """The tail layers that it makes, each with the trunk layer beside which it stands."""
+        """Return the tail layers that the graft makes, each with the trunk layer whose twin it is."""
         return []
 
     def trains(self, surgery: Surgery) -> list[str]:
-        """What the names of its parameters that train begin with, below the base model; a layer of the tail as such."""
+        """Return the name prefixes of the graft's trainable parameters, below the base model.
+
+        For a layer of the tail a prefix has the number of the tail (`layers.8.`).
+        """
         raise NotImplementedError
 
     def measures(self, surgery: Surgery) -> bool:
-        """Whether a loss of its own applies in training, whatever the batch."""
+        """Return whether the graft has a loss that applies in training to every batch."""
         return False
 
     def needs_domains(self, surgery: Surgery) -> bool:
-        """Whether it has a loss that needs `domain_ids`, or (a gate) something else that does."""
+        """Return whether the graft needs `domain_ids` in training, for a loss or (a gate) for its decision."""
         return False
 
     def crosses(self, surgery: Surgery) -> int | None:
-        """The first layer from which, in every forward, something of it crosses to others; None: nothing does."""
+        """Return the first layer from which the graft shares something with others in a forward; None: it does not."""
         return None
 
 
 @dataclass(frozen=True)
 class Surgery:
-    """All grafts of a model, those of `rules`, and `of` what each of them read, by its name."""
+    """All grafts of a model: their `rules`, and in `of` the specs that each has read, by the graft's name."""
 
     trunk_layers: int
     rules: tuple[Any, ...] = ()
     of: Mapping[str, Any] = field(default_factory=dict)
-    # Beside which layer of the trunk each of the tail stands.
+    # For each layer of the tail, the trunk layer whose twin it is.
     homes: Mapping[int, int] = field(default_factory=dict)
-    # What the last surgery inserted whole, and those before it.
+    # The whole layers that the last surgery inserted, and those that earlier surgeries inserted.
     new_layers: tuple[int, ...] = ()
     older_layers: tuple[int, ...] = ()
 
     @property
     def inserted(self) -> tuple[int, ...]:
-        """Trunk layers that the base does not have."""
+        """Return the trunk layers that the base does not have."""
         return (*self.older_layers, *self.new_layers)
 
     @property
     def layers(self) -> int:
-        """How many layers trunk and tail have."""
+        """Return the number of layers in trunk and tail."""
         return self.trunk_layers + len(self.homes)
 
     def placed(self, owner: str) -> str:
-        """What names of a layer of the tail begin with: `layers.3.expanded.` where it was `layers.8.`."""
+        """Return a name prefix as it is in the model: `layers.3.expanded.` for `layers.8.`, a layer of the tail.
+
+        Other prefixes are returned unchanged.
+        """
         stack, layer, rest = (*owner.split(".", 2), "", "")[:3]
         home = self.homes.get(int(layer)) if layer.isdecimal() else None
         return owner if home is None else f"{stack}.{home}.expanded.{rest}"
 
     def trains(self) -> list[str]:
-        """What the names of parameters that train begin with, below the base model."""
+        """Return the name prefixes of all trainable parameters, below the base model."""
         owners = (self.placed(owner) for rules in self.rules for owner in rules.trains(self))
         return [*owners, *(f"layers.{layer}." for layer in self.new_layers)]
 
     def measures(self) -> bool:
-        """Whether a loss of a graft applies in training, whatever the batch."""
+        """Return whether any graft has a loss that applies in training to every batch."""
         return any(rules.measures(self) for rules in self.rules)
 
     def needs_domains(self) -> bool:
-        """Whether a loss of a graft needs `domain_ids`."""
+        """Return whether any graft with losses needs `domain_ids`."""
         return any(rules.needs_domains(self) for rules in self.rules if rules.losses)
 
 
 def read_surgery(config: Any) -> Surgery:
-    """The grafts that `config.surgery` describes (None: no graft), of those whose code is here: `config.grafts`."""
+    """Return the grafts that `config.surgery` describes (None: no graft), read by the rules in `config.grafts`.
+
+    Raises ValueError for a key of a graft whose code is absent, and where twins and tail layers do not match.
+    """
     if config.surgery is None:
         return Surgery(config.num_hidden_layers)
     raw = for_each_layer(config.surgery)
     known = {"trunk_layers", "new_layers", "older_layers", *(key for rules in config.grafts for key in rules.keys)}
-    # A key that says nothing may be of a graft that is not there.
+    # An unknown key with an empty value is accepted: it may belong to a graft that this model does not have.
     if unknown := sorted(key for key, value in raw.items() if value and key not in known):
         raise ValueError(f"config.surgery: unknown keys {unknown}, grafts without code; known are {sorted(known)}")
     present = tuple(rules for rules in config.grafts if any(raw.get(key) for key in rules.keys))
@@ -129,11 +141,11 @@ def read_surgery(config: Any) -> Surgery:
 
 
 def engine_of(config: Any) -> str | None:
-    """The attention that an engine put in the place of transformers' own, by its name; None where none did.
+    """Return the name of the attention with which an engine replaced transformers' own; None: it is transformers' own.
 
-    Engines put their own linear modules in the places of a model's too, and keep keys and values in caches of theirs;
-    vLLM and SGLang show a model all requests as one row. Kernels from the Hub, by a repository's name, and what begins
-    with `paged|` are called by transformers as its own is.
+    Engines also replace a model's linear modules, and keep keys and values in their own caches; vLLM and SGLang give a
+    model all requests as one row. Kernels from the Hub (named by a repository) and names that begin with `paged|` count
+    as transformers' own, because transformers calls them in the same way.
     """
     name = getattr(config, "_attn_implementation", None)
     if name is None:
@@ -144,7 +156,10 @@ def engine_of(config: Any) -> str | None:
 
 
 def refuse_engine(config: Any, what: str, instead: str) -> None:
-    """ValueError where an engine brought its own attention, under which `what` could be wrong without a word."""
+    """Raise ValueError where an engine replaced the attention, as a graft could then compute wrong values silently.
+
+    In the message, `what` is the reason and `instead` the advice.
+    """
     engine = engine_of(config)
     if engine is not None:
         raise ValueError(
@@ -154,36 +169,36 @@ def refuse_engine(config: Any, what: str, instead: str) -> None:
 
 
 def engine_ranks(config: Any) -> int:
-    """Over how many processes vLLM or SGLang splits matrices; 1 elsewhere."""
+    """Return the number of processes over which vLLM or SGLang splits matrices; 1 elsewhere."""
     modules = {"vllm": "vllm.distributed.parallel_state", "sglang": "sglang.srt.distributed.parallel_state"}
-    # As the attention is called, in which kernels from the Hub have a repository's name.
+    # The engine is recognised by the attention's name; a name with `/` is a kernel from the Hub.
     engine = str(getattr(config, "_attn_implementation", None))
     asked = next((module for name, module in modules.items() if engine.startswith(name) and "/" not in engine), None)
     if asked is None:
         return 1
     if asked not in sys.modules:
         raise ValueError(f"`{asked}`, which says how `{engine}` splits a model, is missing; use a release that has it")
-    # Not imported: every reader of this file would need it.
+    # Read from `sys.modules`, not imported: transformers would ask every user of this file to install it.
     ranks: int = sys.modules[asked].get_tp_group().world_size
     return ranks
 
 
 def known_keys(entry: Iterable[str], keys: Iterable[str], name: str) -> None:
-    """ValueError where an entry has a key that is none of `keys`."""
+    """Raise ValueError where an entry has a key that is not in `keys`; `name` is the entry's name in the message."""
     unknown = sorted(set(entry) - set(keys))
     if unknown:
         raise ValueError(f"config.surgery: {name} has unknown keys {unknown}; known are {', '.join(keys)}")
 
 
 def built(kind: type[Spec], entry: Mapping[str, Any], name: str) -> Spec:
-    """The dataclass `kind` made of an entry; ValueError for a key that is no field of it."""
+    """Return an instance of the dataclass `kind` made from an entry; raise ValueError for a key that is no field."""
     known_keys(entry, [each.name for each in fields(kind)], name)
     made: Spec = kind(**entry)
     return made
 
 
 def by_layer(specs: Sequence[Spec], name: str) -> dict[int, Spec]:
-    """Specs by their `layer`; ValueError where two name the same."""
+    """Return specs by their `layer`; raise ValueError where two specs have the same layer."""
     found: dict[int, Spec] = {spec.layer: spec for spec in specs}
     if len(found) != len(specs):
         raise ValueError(f"config.surgery: two {name} entries name the same layer")

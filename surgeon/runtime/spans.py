@@ -1,9 +1,9 @@
-"""Blocks that are no modules of their own, in encoders and in decoders: grafts stand where such a block ends.
+"""Blocks that native code does not keep in one module: grafts act where such a block ends.
 
-In BERT the FFN's first matrix stands in one module, its second in another that adds the residual and normalises.
-OPT's layers call two matrices by themselves. So two modules of a block change class. The one that reads first keeps
-what the block reads; the one whose output is added to the stream adds what grafts make of it, before a norm of the
-sum.
+In BERT one module holds the FFN's first matrix; another one holds the second matrix, adds the residual and
+normalises. OPT's layers call the two matrices themselves. So two modules of a block change their classes. The start,
+the module that reads the block's input, keeps this input. The end, the module whose output is added to the residual
+stream, adds the output of grafts to its own, before any norm of the sum.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .rules import Surgery
 
 
 class SpanStart(nn.Module):
-    """Mixed in before the native module that reads first: keeps what the block reads for its end."""
+    """A mixin before the native module at a block's start: it keeps the block's input for the block's end."""
 
-    # Where it is a matrix, one of a quantiser's in its place would lose what stands at the block.
+    # Quantisers leave modules with this mark: a quantised matrix in its place would lose the grafts.
     spanning = True
-    # The block's usual name, by which its end finds it; and what the module calls its input.
+    # The block's usual name, under which the end finds the kept input; the name of this module's input argument.
     role: str
     reads: str
 
     def open(self, role: str) -> None:
-        """Stand at the beginning of a block."""
+        """Make this module the start of the block `role`."""
         self.role = role
         self.reads = next(iter(inspect.signature(super().forward).parameters))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The native output."""
+        """Keep the input in the layer's frame; return the native output."""
         frame = here.frame
         if frame is not None:
             vars(frame)[self.role] = args[0] if args else kwargs[self.reads]
@@ -42,7 +42,7 @@ class SpanStart(nn.Module):
 
 
 class SpanEnd(nn.Module):
-    """Mixed in before the native module whose output is added to the stream."""
+    """A mixin before the native module at a block's end, whose output is added to the residual stream."""
 
     spanning = True
     grafts: tuple[Graft, ...]
@@ -50,21 +50,21 @@ class SpanEnd(nn.Module):
     seat: nn.Module
 
     def carry(self, role: str, seat: nn.Module, grafts: tuple[Graft, ...]) -> None:
-        """Take grafts that stand at `seat`, and stand at the end of a block."""
+        """Make this module the end of the block `role`, with `grafts` whose modules lie in `seat`."""
         self.role = role
-        # Past nn.Module, which would take the seat for a part of this one.
+        # Set past nn.Module, which would register the seat as a submodule here.
         self.__dict__["seat"] = seat
         self.grafts = grafts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The native output with what grafts make of it."""
+        """Return the native output as grafts change it; raise RuntimeError outside the layer's forward."""
         output, rest = one_tensor(super().forward(*args, **kwargs))
         frame, shape = here.frame, output.shape
         if frame is None:
             raise RuntimeError("a block with grafts was called outside its layer, which brings what they need")
         x: Tensor = vars(frame)[self.role]
         if x.ndim == 2:
-            # One row a token (OPT).
+            # One row for each token (OPT).
             x = x.view(frame.shape)
         if frame.mixing is not None:
             _cover(frame.mixing, x)
@@ -75,29 +75,29 @@ class SpanEnd(nn.Module):
 
 
 def _cover(mixing: Any, x: Tensor) -> None:
-    """Count as padding the positions that a model adds behind its inputs, up to a whole window or block."""
+    """Count as padding the positions that a model appends to its inputs to fill a window or block."""
     missing = x.shape[1] - mixing.valid.shape[1]
     if missing > 0:
         mixing.valid = F.pad(mixing.valid, (0, missing))
 
 
 class SpannedLayer(UpcycledLayer):
-    """Mixed in before a native layer some of whose blocks are no modules: grafts may stand at their ends."""
+    """A mixin before a native layer with blocks that are not one module: it lets grafts act at their ends."""
 
-    # Of each block: its beginning and its end, each as path, native class and class with grafts, and its usual name.
+    # For each block: path, native class and new class of its start; the same of its end; its usual name.
     spans: ClassVar[
         tuple[tuple[str, type[nn.Module], type[nn.Module], str, type[nn.Module], type[nn.Module], str], ...]
     ]
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
-        """Let grafts in."""
+        """Add grafts to the layer; raise ValueError where `chunk_size_feed_forward` would cut the input of the FFN."""
         self.open_spans(index, surgery)
         super().compose(config, index, surgery)
         if "mlp" in self.carrying and getattr(config, "chunk_size_feed_forward", None):
             raise ValueError("config.chunk_size_feed_forward cuts what grafts look at as a whole; set it to 0")
 
     def open_spans(self, index: int, surgery: Surgery) -> None:
-        """Make the blocks beside which grafts stand able to carry them."""
+        """Change the classes of the start and the end of each block to which a graft adds something."""
         held = dict(self.named_modules())
         self.carrying: set[str] = set()
         for reads, reader, start, writes, writer, end, role in self.spans:

@@ -1,4 +1,4 @@
-"""Entries of `config.surgery` that stand for several layers: {"layers": "0-3,6", …} for one each with its "layer"."""
+"""Entries of `config.surgery` for several layers: {"layers": "0-3,6", …} means one entry with "layer" for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def numbers_in(text: str, bound: int) -> list[int]:
-    """`0-3,6` as numbers, none above `bound`."""
+    """Return the numbers in a text such as `0-3,6`, without those above `bound`; ValueError if they do not ascend."""
     parts = [part.partition("-") for part in text.split(",")]
     if any(int(after) <= int(last or first) for (first, _, last), (after, *_) in pairwise(parts)):
         raise ValueError(f"config.surgery: the layers `{text}` do not ascend")
@@ -16,7 +16,10 @@ def numbers_in(text: str, bound: int) -> list[int]:
 
 
 def for_each_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.surgery` with an entry for each layer, those of a key in order; those of a single "layer" stay."""
+    """Return a `config.surgery` with one entry for each layer, sorted by layer within each key.
+
+    Lists in which every entry names a single "layer" stay as they are; texts such as `0-3,6` become lists of numbers.
+    """
     bound = 2 * raw["trunk_layers"]
     spread = dict(raw)
     for key, value in raw.items():
@@ -29,7 +32,10 @@ def for_each_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_each(entry: Mapping[str, Any], bound: int) -> list[dict[str, Any]]:
-    """An entry for each layer that one names, none above `bound`."""
+    """Return one entry for each layer that `entry` names, and its branch where it names branches.
+
+    Layers and branches above `bound` are left out.
+    """
     layers = entry["layers"] if "layers" in entry else str(entry["layer"])
     made = [{"layer": layer} for layer in numbers_in(layers, bound)]
     if "branches" in entry:

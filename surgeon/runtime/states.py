@@ -2,18 +2,19 @@
 
 Shapes: B batch, T tokens, D hidden size, L control states among which a gate chooses, K of them chosen.
 
-A site adds to its block's output α g_s(x) + (1 − α) Σ_k π_k(x) g_k(x) (Eq. 9), with g_k(x) = B_k A_k x, B zero at
-birth, x what the block reads, and π the gate's probabilities over the K chosen, scaled to sum to one (Eq. 10: the
-softmax over the chosen scores). K = 0 is Parallel Control: g_s(x). Where a family normalises what a block adds to the
-residual stream (Gemma 2 and 3, OLMo 2), the control is normalised together with it.
+A site s is a block with a control state. It adds to its block's output α g_s(x) + (1 − α) Σ_k π_k(x) g_k(x) (Eq. 9),
+with g_k(x) = B_k A_k x, B zero at birth, x the block's input, and π the gate's probabilities of the K chosen
+control states, scaled to sum to one (Eq. 10: the softmax over the chosen scores). K = 0 is Parallel Control: g_s(x).
+Where a model type normalises what a block adds to the residual stream (Gemma 2 and 3, OLMo 2), the sum of block and
+control is normalised.
 
-In training one choice is made for all tokens of a batch (appendix B): the K of highest probability on average
-(`batch_mean`), or chosen by most tokens (`batch_mode`), or each token chooses (`token`). At inference each token
-chooses, by its own probabilities (`token`) or by their mean over its document up to it (`prefix_mean`): what a token
-sees never depends on later tokens, on padding or on the other documents of a batch. Encoders, whose tokens see their
-whole sequence, take the mean over all of it (`sequence_mean`).
+In training all tokens of a batch share one choice (appendix B): the K control states with the highest mean
+probability (`batch_mean`) or with the most tokens that choose them (`batch_mode`). With `token` each token chooses
+instead. At inference each token chooses, by its own probabilities (`token`) or by their mean over its document up to
+it (`prefix_mean`): a token's choice never depends on later tokens, on padding or on other documents of the batch. In
+encoders, where tokens attend to their whole sequence, the mean is over the sequence (`sequence_mean`).
 
-All control states are one bank of the model: a site uses those of other layers too.
+The model keeps all control states in one bank: a site also uses control states of other layers.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from .states_rules import MixtureSpec, States, StatesRules
 
 
 class ControlState(LowRank):
-    """g(x) = B A x of one site: D to D."""
+    """The control state g(x) = B A x of one site: D to D."""
 
 
 class MixtureGate(Leaf):
-    """Scores of L control states for every token: W x, or cos(P x, w_k) / τ (appendix B.2)."""
+    """A gate that scores L control states for every token: W x, or cos(P x, w_k) / τ (appendix B.2)."""
 
     def __init__(self, spec: MixtureSpec, count: int, width: int) -> None:
         super().__init__()
@@ -49,18 +50,18 @@ class MixtureGate(Leaf):
         self.weight = nn.Parameter(torch.empty(count, width if linear else spec.projection))
 
     def initialise(self) -> None:
-        """As `nn.Linear`."""
+        """Fill every matrix with the variance of `nn.Linear`."""
         for matrix in self.parameters(recurse=False):
             as_linear(matrix)
 
     def forward(self, x: Tensor) -> Tensor:
-        """B T D to B T L, in at least fp32."""
+        """Return the scores of x: B T D to B T L, in at least fp32."""
         if self.projection is None:
             return at_least_fp32(F.linear(x, self.weight))
         projected = F.linear(x, self.projection)
         directions = F.normalize(at_least_fp32(self.weight), dim=-1).to(projected.dtype)
         scores = at_least_fp32(F.linear(projected, directions))
-        # Several times faster than a norm or a normalisation in fp32, where the model is in bf16.
+        # In a bf16 model this is several times faster than `vector_norm` or `normalize` in fp32.
         length = projected.square().sum(dim=-1, keepdim=True, dtype=scores.dtype).sqrt()
         cosines: Tensor = scores / (length.clamp(min=1e-12) * self.temperature)
         return cosines
@@ -78,16 +79,16 @@ class ControlBank(nn.Module):
         self.gates = nn.ModuleDict({name: MixtureGate(spec, len(choice), width) for name, choice in gates.items()})
 
     def choice_of(self, site: int) -> list[int]:
-        """The control states that a site's gate chooses among."""
+        """Return the numbers of the control states among which a site's gate chooses."""
         return self.spec.choice_of(site, self.blocks)
 
 
 class Mixing(Reading):
-    """Control states at work in one forward of the model: the bank, which tokens are no padding, what came before.
+    """The state of all control states in one forward: the bank, and the sums of probabilities over documents.
 
-    `found` has the sums over documents by site, and under "counts" how many tokens they are of. `choices` (None: not
-    recorded) takes each site's choice as (site, chosen B' T' K, weights B' T' K); B' and T' are 1 where one choice was
-    made for a whole batch. What is chosen is numbered as in `ControlBank.choice_of`.
+    `found` maps each site to its sums of probabilities, and "counts" to the number of tokens in each sum. `choices`
+    (None: not recorded) collects each site's choice as (site, chosen B' T' K, weights B' T' K); B' and T' are 1 where
+    the whole batch shares one choice. A chosen number is an index into `ControlBank.choice_of(site)`.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Mixing(Reading):
         self.choices: list[tuple[int, Tensor, Tensor]] | None = None
 
     def control(self, site: int, x: Tensor, frame: Flow) -> Tensor:
-        """What site `site` adds to its block's output: B T D for x B T D."""
+        """Return what site number `site` adds to its block's output (Eq. 9): B T D, for the block's input x, B T D."""
         spec, choice = self.bank.spec, self.bank.choice_of(site)
         own = self.bank.states[site]
         if spec.top_k == 0:
@@ -112,7 +113,7 @@ class Mixing(Reading):
         if self.choices is not None:
             self.choices.append((site, chosen.detach(), weights.detach()))
         weights = (1 - spec.alpha) * weights
-        # What is chosen, and by how many tokens, is data, by which no graph can be drawn.
+        # The choice and the number of tokens for each are values of tensors, on which a compiled graph cannot branch.
         compiling = torch.compiler.is_compiling()
         if chosen.shape[:2] != x.shape[:2]:
             if not compiling:
@@ -122,7 +123,10 @@ class Mixing(Reading):
         return product(x, own(), spec.alpha) + route(x, chosen, weights, choice)
 
     def _shown(self, site: int, probabilities: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-        """The probabilities that decide, and what the K greatest of are chosen; B T L, or 1 1 L for a whole batch."""
+        """Return the probabilities that give the weights, and the ranking whose K greatest are chosen.
+
+        Both are B T L, or 1 1 L where the whole batch shares one choice.
+        """
         spec = self.bank.spec
         if (spec.train_routing if training else spec.inference_routing) == "token":
             return probabilities, probabilities
@@ -142,19 +146,25 @@ class Mixing(Reading):
         if spec.train_routing == "batch_mean":
             return shown, shown
         votes = (selected(probabilities, spec.top_k) * valid).sum(dim=(0, 1), keepdim=True)
-        # Votes are whole numbers: the mean decides among equals.
+        # Votes are whole numbers and the mean is at most 1: it decides between equal votes.
         return shown, votes + shown.detach()
 
     def _together(self, x: Tensor, site: int, others: list[int], weights: Tensor) -> Tensor:
-        """A site's own control and the chosen ones on all tokens, as one product; `weights` of the chosen, 1 1 K."""
+        """Return the weighted sum of a site's own control and of the controls `others`, as one product: B T D.
+
+        All tokens share the choice `others`, with `weights` 1 1 K.
+        """
         downs, ups = zip(*(self.bank.states[number]() for number in (site, *others)), strict=True)
-        # Weights scale the small matrix, not what passes through it.
+        # The weights scale the matrices B, which are smaller than the activations.
         shares = [weights.new_full((1,), self.bank.spec.alpha), *weights.flatten().split(1)]
         scaled = [up * share.to(up.dtype) for up, share in zip(ups, shares, strict=True)]
         return F.linear(F.linear(x, torch.cat(downs)), torch.cat(scaled, dim=1))
 
     def _by_token(self, x: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
-        """The chosen controls, each on the tokens that chose it: B T D for choices and weights B T K."""
+        """Return the weighted sum of each token's chosen controls, B T D; `chosen` and `weights` are B T K.
+
+        Each control runs only on the tokens that chose it.
+        """
         rows, count = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
         asked = chosen.flatten()
         order = asked.argsort(stable=True)
@@ -166,11 +176,14 @@ class Mixing(Reading):
         sorted_weights = weights.reshape(-1, 1).index_select(0, order)
         parts = zip(hit, sorted_rows.split([n for _, n in hit]), sorted_weights.split([n for _, n in hit]), strict=True)
         made = torch.cat([product(part, self.bank.states[number](), weight) for (number, _), part, weight in parts])
-        # Back in the tokens' order, where the K of a token are neighbours and are added in one order always.
+        # Back in the order of tokens: the K outputs of a token are neighbours again, always summed in the same order.
         return made.index_select(0, order.argsort()).view(len(rows), count, -1).sum(dim=1).view_as(x)
 
     def _by_weight(self, x: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
-        """The same as two products of all controls, those that a token did not choose weighed with 0: B T D."""
+        """Return the same sum as `_by_token` from two products of all controls: B T D.
+
+        A control that a token did not choose has the weight 0 there.
+        """
         downs, ups = zip(*(self.bank.states[number]() for number in choice), strict=True)
         narrow = F.linear(x, torch.cat(downs)).unflatten(-1, (len(choice), -1))
         shares = torch.zeros(*x.shape[:2], len(choice), dtype=weights.dtype, device=x.device)
@@ -179,15 +192,15 @@ class Mixing(Reading):
 
 
 class StatesGraft(Graft, StatesRules):
-    """Control states beside blocks, and their bank."""
+    """The graft that adds control states to the outputs of blocks, and their bank to the model."""
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
-        """Those of the layer's sites."""
+        """Return the blocks of layer `index` that carry a control state."""
         found: States = surgery.of[self.name]
         return tuple({"attention": "self_attn", "ffn": "mlp"}[kind] for kind in found.sites_of(index))
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """Number the blocks; the modules are the bank's."""
+        """Give each block of the layer that carries a control state its site number; the modules lie in the bank."""
         sites = surgery.of[self.name].sites_of(index)
         for kind, block in (("attention", "self_attn"), ("ffn", "mlp")):
             if kind in sites:
@@ -197,40 +210,43 @@ class StatesGraft(Graft, StatesRules):
         return bool(sites)
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
-        """The block's output and the site's control."""
+        """Return the block's output plus the site's control."""
         return output + site_control(block.site, x, frame)
 
     def complete(self, model: Any, surgery: Surgery) -> None:
-        """The bank."""
+        """Add the bank to the model; raise ValueError where an engine's attention would make choices wrong."""
         surgery.of[self.name].mixture.refuse_engine(model.config)
         model.control_bank = ControlBank(surgery.of[self.name], model.config.hidden_size)
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
-        """Bring the bank, and what earlier tokens chose."""
+        """Create the forward's `Mixing`, from the bank and the sums that the cache keeps of earlier tokens."""
         spec: MixtureSpec = model.control_bank.spec
         flow.mixing = Mixing(model.control_bank, *_rows(model, spec, flow, inputs, attention_mask, cache))
         flow.mixing.choices = [] if flow.records_choices else None
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
-        """Keep what these tokens chose for later ones."""
+        """Keep the sums of these tokens' probabilities in the cache for later tokens."""
         keep(cache, self.name, flow.mixing.found)
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
-        """Control states and gates."""
+        """Return the classes and numbers of the bank's control states and gates."""
         found: States = surgery.of[self.name]
         gates = len(found.mixture.gates(found.blocks))
         return {"control states": (ControlState, len(found.sites)), "gates": (MixtureGate, gates)}
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Values whose sums lose nothing that counts when what a document does not have is taken away from them."""
+    """Return values in fp64, as a document's sum is a difference of two sums; in fp32 on MPS, which has no fp64."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
 def _rows(
     model: Any, spec: MixtureSpec, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any
 ) -> tuple[Tensor, Tensor | None, Kept | None]:
-    """What is read of rows in this forward: valid, begins and past. Raises ValueError where rows cannot be known."""
+    """Return the arguments of this forward's `Mixing` after the bank: valid, begins and past.
+
+    Raises ValueError where a choice depends on documents that cannot be known.
+    """
     spec.refuse_engine(model.config)
     by_sequence = spec.by_sequence and not model.training
     if by_sequence and spec.inference_routing == "prefix_mean":
@@ -249,7 +265,7 @@ def _rows(
 
 
 def site_control(site: int, x: Tensor, frame: Flow | None) -> Tensor:
-    """What a site adds, in the layer that runs; B T D."""
+    """Return what a site adds to its block's output in this forward: B T D. `x` is the block's input."""
     if frame is None or frame.mixing is None:
         raise RuntimeError("a block with a control state was called outside its layer, which brings the bank")
     mixing: Mixing = frame.mixing
@@ -257,10 +273,11 @@ def site_control(site: int, x: Tensor, frame: Flow | None) -> Tensor:
 
 
 def choose(shown: Tensor, ranking: Tensor, spec: MixtureSpec) -> tuple[Tensor, Tensor]:
-    """The K of greatest `ranking`, and their probabilities scaled to sum to one (Eq. 10): … K.
+    """Return the K control states of greatest `ranking` and their weights, … K both (Eq. 10).
 
-    A weight that is the only one is 1 whatever its probability, so the task's loss would teach the gate nothing; with
-    `straight_through` the weights have the gradient of the unscaled probabilities' sum too.
+    The weights are the probabilities `shown` of the chosen, scaled to sum to one. With K = 1 the weight is always 1, so
+    that the task's loss would give the gate no gradient; with `straight_through` the weights also have the gradient of
+    the sum of the unscaled probabilities.
     """
     chosen = ranking.topk(spec.top_k, dim=-1).indices
     picked = shown.gather(-1, chosen)

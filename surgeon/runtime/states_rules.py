@@ -1,9 +1,10 @@
-"""Control states (Mixture-of-Control): what `config.surgery` says of them.
+"""Control states (Mixture-of-Control) in `config.surgery`:
 
     "control_states": [{"layer": 0, "sites": ["attention", "ffn"]}],
     "mixture": {"rank": 256, "top_k": 1, "alpha": 0.95, …}
 
-The first says which blocks carry a control state, the second how all of them, one bank of the model, mix.
+The first key lists the blocks with a control state. The second one has the settings of the model's one bank, which
+holds all control states.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any, ClassVar
 
 from .rules import GraftRules, Surgery, built, by_layer, refuse_engine
 
-# Stands beside `layers.` in names.
+# The prefix of the bank's tensors, next to `layers.`.
 BANK = "control_bank."
-# Blocks that can carry a control state, in a layer's order.
+# The blocks that can carry a control state, in their order in a layer.
 SITES = ("attention", "ffn")
 
 
 @dataclass(frozen=True)
 class StatesSpec:
-    """Which blocks of a layer carry a control state."""
+    """The blocks of one layer with a control state."""
 
     layer: int
     sites: tuple[str, ...]
@@ -30,7 +31,10 @@ class StatesSpec:
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """How control states mix (Mixture-of-Control, Eq. 9 and 10, section 4.2 and appendix B)."""
+    """The settings by which control states mix (Mixture-of-Control, Eq. 9 and 10, section 4.2 and appendix B).
+
+    `top_k` is K in Eq. 10; `temperature` is τ and `projection` the rows of P in the cosine gate (appendix B.2).
+    """
 
     rank: int
     top_k: int = 1
@@ -47,41 +51,41 @@ class MixtureSpec:
 
     @property
     def by_sequence(self) -> bool:
-        """Whether at inference a choice depends on other tokens of a sequence."""
+        """Return whether at inference a token's choice depends on other tokens of its sequence."""
         return self.top_k > 0 and self.inference_routing != "token"
 
     @property
     def what(self) -> str:
-        """What it does with sequences, and what could be done instead, for those that are told why it cannot."""
+        """Return the reason, for error messages, why documents must be known, and the setting that avoids it."""
         return (
             "control states choose by a mean over a sequence (config.surgery: mixture inference_routing is"
             f" `{self.inference_routing}`; set it to `token`, and measure what that changes)"
         )
 
     def refuse_engine(self, config: Any) -> None:
-        """ValueError where choices depend on a sequence, and an engine brought its own attention."""
+        """Raise ValueError where choices depend on a sequence and an engine replaced transformers' attention."""
         if self.by_sequence:
             refuse_engine(config, self.what, "or serve this output with transformers' own attention")
 
     def gates(self, kinds: Sequence[str]) -> dict[str, list[int]]:
-        """The gates by name, and the sites that each chooses among; `kinds` are the blocks of all sites in order."""
+        """Return the gates by name, each with the sites among which it chooses; `kinds` are the blocks of all sites."""
         every = list(range(len(kinds)))
         if not self.top_k:
             return {}
         return {self.gate_of(site, kinds): self.choice_of(site, kinds) for site in every}
 
     def gate_of(self, site: int, kinds: Sequence[str]) -> str:
-        """The name of the gate that serves a site."""
+        """Return the name of a site's gate; by `shared`, one gate serves all sites, one kind of block, or one site."""
         return {"all": "all", "by_kind": kinds[site], "none": f"site_{site}"}[self.shared]
 
     def choice_of(self, site: int, kinds: Sequence[str]) -> list[int]:
-        """The sites that a site's gate chooses among."""
+        """Return the sites among which a site's gate chooses."""
         return [n for n, kind in enumerate(kinds) if self.shared != "by_kind" or kind == kinds[site]]
 
 
 @dataclass(frozen=True)
 class States:
-    """The control states of a model: `sites` numbers them, (layer, block) in the model's order."""
+    """The control states of a model; a state's number is the index of its (layer, block) in `sites`."""
 
     sites: tuple[tuple[int, str], ...]
     mixture: MixtureSpec
@@ -89,23 +93,26 @@ class States:
 
     @property
     def blocks(self) -> list[str]:
-        """The blocks of all sites, in order."""
+        """Return the blocks of all sites, in order."""
         return [kind for _, kind in self.sites]
 
     def sites_of(self, layer: int) -> dict[str, int]:
-        """The numbers of a layer's control states, by block."""
+        """Return the numbers of a layer's control states, by block."""
         return {kind: number for number, (home, kind) in enumerate(self.sites) if home == layer}
 
 
 class StatesRules(GraftRules):
-    """Control states and their bank."""
+    """The rules of control states and their bank."""
 
     name = "states"
     keys = ("control_states", "mixture")
     losses: ClassVar[Mapping[str, str]] = {"balance_loss": "mean over control states"}
 
     def read(self, raw: Mapping[str, Any]) -> States:
-        """The sites in the model's order, and how they mix."""
+        """Return the sites in the model's order, and the settings by which they mix.
+
+        Raises ValueError where one of the keys `control_states` and `mixture` is missing.
+        """
         specs = [
             built(StatesSpec, dict(entry) | {"sites": tuple(entry.get("sites", ()))}, "control_states")
             for entry in raw.get("control_states", ())
@@ -117,16 +124,16 @@ class StatesRules(GraftRules):
         return States(sites, built(MixtureSpec, raw["mixture"], "mixture"), tuple(specs))
 
     def trains(self, surgery: Surgery) -> list[str]:
-        """The bank, where it is not frozen."""
+        """Return the name prefix of the bank, unless it is frozen."""
         found: States = surgery.of[self.name]
         return [] if found.mixture.frozen else [BANK]
 
     def measures(self, surgery: Surgery) -> bool:
-        """Whether choices are to be balanced."""
+        """Return whether the loss that balances choices applies."""
         mixture: MixtureSpec = surgery.of[self.name].mixture
         return mixture.balance_weight > 0 and mixture.top_k > 0
 
     def crosses(self, surgery: Surgery) -> int:
-        """The first site's layer: the bank is all sites'."""
+        """Return the layer of the first site: from there on layers share the bank."""
         found: States = surgery.of[self.name]
         return min(layer for layer, _ in found.sites)

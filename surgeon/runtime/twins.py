@@ -1,6 +1,7 @@
-"""Expanded twins: a copy of a layer inside it, with the number of its place in the tail.
+"""Expanded twins: a twin is a copy of a trunk layer inside this layer, with the layer number of its place in the tail.
 
-So it has the layer's kind, and a cache of its own.
+As a copy, the twin is of the layer's kind (such as sliding-window attention). By its number, it has a cache entry of
+its own.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from .rules import Surgery
 
 
 class BranchLayer(UpcycledLayer):
-    """An expanded twin, inside its trunk layer, at its own index of cache and masks.
+    """An expanded twin inside its trunk layer, with its own index of cache and masks.
 
-    The trunk layer around it is checkpointed as a whole; a second checkpoint inside would only compute twice.
+    Gradient checkpointing wraps the whole trunk layer; a second checkpoint inside would only compute the twin twice.
     """
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """What a model-wide switch set; while the trunk layer runs, off."""
+        """Return the value that the model-wide switch set; False while the trunk layer runs."""
         return bool(self.__dict__.get("switched")) and here.frame is None
 
     @gradient_checkpointing.setter
@@ -37,11 +38,11 @@ class BranchLayer(UpcycledLayer):
         self.__dict__["switched"] = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The native hidden states, B T D, without what comes with them."""
+        """Return the native layer's hidden states, B T D, without anything else that it returns."""
         return one_tensor(super(UpcycledLayer, self).forward(*args, **kwargs))[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the native layer's."""
+        """Call the native layer; the trunk layer around it handles this thread's flow."""
         return super(UpcycledLayer, self).__call__(*args, **kwargs)
 
 
@@ -51,15 +52,15 @@ class TwinnedLayer(UpcycledLayer):
     branch_of: ClassVar[type[BranchLayer]]
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
-        """Let grafts in; a control block puts `twin`, the layer's copy at its place in the tail, beside it."""
+        """Make `twin`, the layer's copy for a control block if it has one; then add grafts to the layer."""
         branch = next((branch for branch, home in surgery.homes.items() if home == index), None)
-        # Past nn.Module, until a graft takes it for a part of the layer.
+        # Set past nn.Module: the twin becomes a submodule only where a graft registers it.
         self.__dict__["twin"] = None if branch is None else self._twin_at(branch, config, index, surgery)
         super().compose(config, index, surgery)
         del self.__dict__["twin"]
 
     def _twin_at(self, branch: int, config: Any, index: int, surgery: Surgery) -> Any:
-        """A copy of this layer, whose number is `index`, as layer `branch` of the tail."""
+        """Return a copy of this layer, whose number is `index`, with the number `branch` of the tail and its grafts."""
         twin: Any = copied(self)
         twin.__class__ = self.branch_of
         for module in twin.modules():
@@ -71,13 +72,13 @@ class TwinnedLayer(UpcycledLayer):
 
 
 def copied(layer: nn.Module) -> nn.Module:
-    """A layer's copy. Both have one config: what is set there later, such as the attention, holds for both."""
+    """Return a copy of a layer that shares the layer's config, so that later settings hold for both."""
     held = (value for module in layer.modules() for value in vars(module).values())
     return copy.deepcopy(layer, {id(value): value for value in held if isinstance(value, PreTrainedConfig)})
 
 
 def copy_unsaved(layer: nn.Module, twin: nn.Module | None) -> None:
-    """Give a layer's twin, if it has one, the layer's buffers that no checkpoint holds."""
+    """Copy to a layer's twin, if there is one, the values of the layer's buffers that no checkpoint holds."""
     held = dict(layer.named_modules())
     for name, module in () if twin is None else twin.named_modules():
         for key in module._non_persistent_buffers_set:
@@ -88,12 +89,12 @@ def copy_unsaved(layer: nn.Module, twin: nn.Module | None) -> None:
 
 
 class TwinnedModel(UpcycledModel):
-    """A model in which layers have twins."""
+    """A model with layers that have twins."""
 
     def init_parallel_plans(self) -> None:
-        """As transformers', but the twin of a layer is split over devices as the layer itself."""
+        """Make transformers' plans for parallel devices, and split each twin as its layer is split."""
         super().init_parallel_plans()
-        # As plans name modules and parameters; those that twins have, which are not of every kind of layer.
+        # The names as plans write them: only names that twins have get an entry, as kinds of layers differ.
         held = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in (*self.named_modules(), *self.named_parameters())}
         layer = f"{self.stack.rpartition('.')[2]}.*."
         for kind in ("_tp_plan", "_ep_plan", "_fsdp_plan"):
@@ -105,21 +106,22 @@ class TwinnedModel(UpcycledModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self:
-            # What a model sets in its layers by walking through them, it does not set in their twins.
+            # A native model may fill buffers by a loop over its layers, which does not reach their twins.
             for layer in cast(nn.ModuleList, self.get_submodule(self.stack)):
                 copy_unsaved(layer, layer._modules.get("expanded"))
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
-        """As without twins, in a cache that has places for them."""
+        """Return the output of `run`, the native forward, after giving its cache entries for the twins."""
         if self not in here.off:
             self._make_room_for_twins(cache_in(given))
         return super().run_grafted(run, given, flow)
 
     def _make_room_for_twins(self, cache: Any) -> None:
-        """Give a cache made for the first layers alone the places of their twins, which lie behind all layers'.
+        """Append the twins' entries to a cache that was made for only the first layers.
 
-        For drafts by a model's first layers transformers lowers the config's `num_hidden_layers`. Raises ValueError for
-        a kind of cache that cannot be lengthened.
+        When a model's first layers draft tokens, transformers lowers the config's `num_hidden_layers`, but the entries
+        of their twins come after the entries of all trunk layers. Raises ValueError for a kind of cache that cannot be
+        lengthened.
         """
         depth, surgery = self.config.num_hidden_layers, self.surgery
         if cache is None or depth >= surgery.layers or getattr(cache, "layer_class_to_replicate", None) is not None:
@@ -144,7 +146,7 @@ class TwinnedModel(UpcycledModel):
 
 
 class EmptyPlace(DynamicLayer):
-    """A place in a cache where nothing is."""
+    """A cache entry that stays empty."""
 
     def crop(self, *_: Any) -> None:
-        """Nothing to forget, which the native one of older versions does not bear."""
+        """Do nothing; in older versions the native method fails on an empty entry."""
