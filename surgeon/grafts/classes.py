@@ -30,12 +30,12 @@ WIDTH = 120
 
 _TEXT_CONFIG = """
     def to_dict(self) -> dict[str, Any]:
-        \"""As the native config's.\"""
+        \"""Return the config as a dict; the text config does not repeat `surgery`.\"""
         return without_surgery(super().to_dict(), {path})
 
 
 class {text}({native}):
-    \"""The native config of the text decoder, with the `surgery` of the whole.\"""
+    \"""The native config of the text decoder, with the `surgery` of the whole model.\"""
 
     grafts: ClassVar[tuple[Any, ...]] = {config}.grafts
 """
@@ -43,13 +43,13 @@ class {text}({native}):
 _SITE = """
 
 class {upcycled}(Site, {native}):
-    \"""The native block, able to carry grafts.\"""
+    \"""The native block with room for grafts.\"""
 """
 
 _LAYER = """
 
 class {upcycled}({mixed_in}, {native}):
-    \"""A layer.\"""
+    \"""The native layer with room for grafts.\"""
 
     {places}
 """
@@ -63,7 +63,7 @@ class {upcycled}Branch({branch_mixed_in}, {native}):
 
 
 class {upcycled}({mixed_in}, {native}):
-    \"""A layer of the trunk.\"""
+    \"""The native layer of the trunk, with room for grafts and an expanded twin.\"""
 
     {places}
     branch_of = {upcycled}Branch
