@@ -1,4 +1,4 @@
-"""Files of texts, read line by line: no line, and no value in it, takes more memory than a document may."""
+"""Text files, read line by line with bounded memory: no line, and no value in it, takes more than a document may."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _SHORT = 1024 * 1024
 
 
 def text_lines(file: BinaryIO, shown: str) -> Iterator[bytes]:
-    """The lines of an open file with their ends. Raises BadInput, which begins with `shown`, for one that is too long.
+    """Yield the lines of an open file with their line ends. Raises BadInput (prefix `shown`) for a line that is too
+    long.
 
-    Not more than `MAX_DOCUMENT_BYTES` and one byte of the file are in memory at a time.
+    At most `MAX_DOCUMENT_BYTES` plus one byte of the file are in memory at a time.
     """
     number = 0
     while line := file.readline(MAX_DOCUMENT_BYTES + 1):
@@ -30,7 +31,7 @@ def text_lines(file: BinaryIO, shown: str) -> Iterator[bytes]:
 
 
 def too_long(where: str, what: str) -> BadInput:
-    """The refusal of a document."""
+    """Return the error for a document that is too long."""
     return BadInput(
         f"{printable(where)}: {what} has more than {MAX_DOCUMENT_BYTES:,} bytes, the most that one document may have;"
         " cut it into several"
@@ -38,7 +39,7 @@ def too_long(where: str, what: str) -> BadInput:
 
 
 def check_values(line: bytes, where: str) -> None:
-    """Raise BadInput, which begins with `where`, for JSON whose values would take far more memory than its bytes."""
+    """Raise BadInput (prefix `where`) for JSON whose values would take far more memory than its bytes."""
     if len(line) > _SHORT and count_items(line) > MAX_ITEMS:
         raise BadInput(
             f"{printable(where)}: more than {MAX_ITEMS:,} values in one document; is it a text, or a table of numbers?"
@@ -46,9 +47,9 @@ def check_values(line: bytes, where: str) -> None:
 
 
 def parsed(content: bytes, where: str, do: str) -> Any:
-    """Return the JSON value of a line, or of what begins in it.
+    """Return the JSON value of a line, or of the text's beginning.
 
-    Raises BadInput, which begins with `where`, for what is no UTF-8, no JSON (ending with `do`) or too many values.
+    Raises BadInput (prefix `where`) where the text is not UTF-8, not JSON (suffix `do`) or has too many values.
     """
     check_values(content, where)
     try:
