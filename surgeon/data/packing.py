@@ -1,7 +1,7 @@
-"""Sequences of one length, packed from documents: the same for the same seed, resumable at every sequence.
+"""Packing of documents into sequences of one length: deterministic for a seed, resumable at every sequence.
 
-A source's position is three numbers (pass, document, tokens used of it), a mixture's position those of its sources
-and a credit for each; no buffer is kept, so a checkpoint of the data is a few hundred bytes.
+A source's position is three numbers (pass, document, tokens used of it). A mixture's position is those of its sources
+plus a credit for each. There is no buffer, so a checkpoint of the data is a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class PackedSequence:
 
 
 class Packer:
-    """Cuts a run of documents into sequences of `length` tokens; the rest of a document continues in the next one.
+    """A packer that cuts a run of documents into sequences of `length` tokens; a document's rest continues in the next
+    one.
 
     `isolated`: positions begin at 0 with every document, which lets attention keep documents apart, and the first token
-    of a document is not predicted from the document before. `joined`: one text after the other.
+    of a document is not predicted from the document before. `joined`: documents follow each other as one text.
     """
 
     def __init__(self, length: int, packing: Packing, domain: int) -> None:
@@ -63,7 +64,7 @@ class Packer:
         return self.length - len(self.ids)
 
     def add(self, encoded: Encoded, begin: int) -> int:
-        """Add a document's tokens from token `begin` on, as many as there is room for; returns how many."""
+        """Add a document's tokens from token `begin` on, as many as fit; return how many."""
         ids, counted = (part[begin : begin + self.room] for part in encoded)
         labels = [token if count else IGNORED_LABEL for token, count in zip(ids, counted, strict=True)]
         if self.packing == "isolated" and labels:
@@ -92,9 +93,10 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Stream(ABC, Generic[_T]):
-    """The endless sequences or examples of one source: documents in a new random order for every pass.
+    """The endless sequences or examples of one source; every pass has a new random order of documents.
 
-    Resumable between any two. `used` are tokens: of the document at `position`, or of all examples so far, unpadded.
+    Resumable between any two items. `used` counts tokens: of the document at `position`, or of all examples so far,
+    without padding.
     """
 
     name: str
@@ -109,14 +111,14 @@ class Stream(ABC, Generic[_T]):
 
     @abstractmethod
     def next(self) -> _T:
-        """Return the next one."""
+        """Return the next sequence or example."""
 
     @abstractmethod
     def amount(self) -> int:
-        """Count what one pass has: tokens, or examples."""
+        """Count the tokens, or examples, of one pass."""
 
     def state(self) -> list[int]:
-        """The position between two."""
+        """Return the position between two items."""
         return [self.epoch, self.position, self.used]
 
     def restore(self, state: Sequence[int]) -> None:
@@ -125,7 +127,7 @@ class Stream(ABC, Generic[_T]):
         self._order = None
 
     def _number(self) -> int:
-        """The number of the document at the position."""
+        """Return the number of the document at the position."""
         if self._order is None:
             self._order = generator(self.seed, self.name, self.epoch).permutation(self.numbers)
         return int(self._order[self.position])
@@ -170,7 +172,7 @@ class SourceStream(Stream[PackedSequence]):
         return sum(len(self.encoder.encode(self.documents.read(int(number)))[0]) for number in self.numbers)
 
     def lengths(self) -> Iterator[tuple[int, int]]:
-        """Tokens and UTF-8 bytes of the documents in the order in which they are drawn, pass after pass."""
+        """Yield the tokens and UTF-8 bytes of the documents in the order in which they are drawn, pass after pass."""
         for epoch in itertools.count():
             for number in generator(self.seed, self.name, epoch).permutation(self.numbers):
                 document = self.documents.read(int(number))
@@ -186,7 +188,7 @@ class SourceStream(Stream[PackedSequence]):
 
 
 def one_pass(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
-    """Sequences of a source, `count` at most, and as many as are made of one pass of its documents."""
+    """Yield a source's sequences: at most `count`, and at most those of one pass over its documents."""
     epoch = stream.epoch
     for _ in range(count):
         yield stream.next()
@@ -195,14 +197,14 @@ def one_pass(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
 
 
 class Mixture(Generic[_T]):
-    """Sequences of several sources by their shares: the source that is furthest behind its share comes next."""
+    """Sequences of several sources by their shares: the next one comes from the source furthest behind its share."""
 
     def __init__(self, streams: Sequence[Stream[_T]], shares: Sequence[float], *, seed: int) -> None:
-        # Some of those who make mixtures of text look at its packers.
+        # Typed as Any because some callers with text mixtures access the streams' packers.
         self.streams: list[Any] = list(streams)
         total = sum(shares)
         self.shares = [share / total for share in shares]
-        # The first source is drawn by the seed, so that runs of other seeds differ in it too.
+        # The seed also determines the first source, so that runs with other seeds differ in it.
         self.credits = [float(credit) for credit in generator(seed, "mixture", 0).random(len(self.streams))]
         self.taken = [0] * len(self.streams)
 
@@ -216,7 +218,7 @@ class Mixture(Generic[_T]):
         return taken
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON data."""
+        """Return the position, as JSON data."""
         return {
             "credits": self.credits,
             "taken": self.taken,
@@ -234,8 +236,8 @@ class Mixture(Generic[_T]):
 class Batches(Generic[_T]):
     """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences, made by `make`.
 
-    With `numbered`, a key, they have there the numbers of their sequences among all that the mixture gave. Nothing is
-    prefetched, so after a step the mixture's position is exactly behind that step's sequences.
+    With `numbered`, a key, each batch contains under it the sequences' numbers in the mixture's whole order. Nothing is
+    prefetched, so after a step the mixture's position is exactly after that step's sequences.
     """
 
     mixture: Mixture[_T]
@@ -246,7 +248,7 @@ class Batches(Generic[_T]):
     numbered: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """This process's batches."""
+        """Yield this process's batches."""
         while True:
             begin = self.process * self.micro_batch
             first = sum(self.mixture.taken) + begin
@@ -262,7 +264,9 @@ def _numbers(first: int, count: int) -> Tensor:
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:
-    """Return `input_ids`, `labels`, `position_ids` (sequences, length), `domain_ids` (sequences) if given; int64."""
+    """Return `input_ids`, `labels`, `position_ids` (sequences, length), `domain_ids` (sequences) if asked for; all
+    int64.
+    """
     import torch
 
     batch = {
@@ -278,7 +282,9 @@ def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> di
 def held_out(
     documents: Corpus, numbers: Sequence[int], encoder: Encoder, packer: Packer, *, most: int
 ) -> list[PackedSequence]:
-    """Return at most `most` full sequences from the documents `numbers`, in order; a shorter one where none is full."""
+    """Return at most `most` full sequences from the documents `numbers`, in order; one shorter sequence if none is
+    full.
+    """
     found: list[PackedSequence] = []
     for number in numbers:
         encoded = encoder.encode(documents.read(int(number)))
@@ -297,7 +303,8 @@ def held_out(
 
 
 def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw the numbers of documents to train on and to hold out; the same ones are held out for every seed of the run.
+    """Return the numbers of documents to train on and to hold out; held-out documents are the same for every seed of
+    the run.
 
     Where `share` is above 0, at least one is held out and at least one is left. Raises BadInput for a single document.
     """
@@ -315,6 +322,6 @@ def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int
 
 
 def generator(seed: int, name: str, number: int) -> np.random.Generator:
-    """Make a generator for one purpose, from the run's seed, a name and a number."""
+    """Return a random generator for one purpose, derived from the run's seed, a name and a number."""
     digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "little"))
