@@ -52,7 +52,7 @@ def metadata_of(folder: CheckpointFolder) -> Metadata:
     try:
         found = read_metadata(folder.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES))
     except BadInput:
-        # Too large, or not a regular file: the surgery can go on without it.
+        # The card is too large or no regular file: the surgery can continue without its metadata.
         return NOTHING_KNOWN
     return found if folder.manifest is not None else replace(found, base_model=None)
 

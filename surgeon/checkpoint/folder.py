@@ -40,7 +40,7 @@ from surgeon.grafts.bundle import CODE_FILE
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 CARD_FILE = "README.md"
-# What a continual run measured (surgeon/continual).
+# The measurements of a continual run (surgeon/continual).
 RECORD_FILE = "continual.json"
 # Marks a folder that lacks its base's tensors (surgeon/rework/make_delta.py).
 DELTA_FILE = "delta.json"
@@ -114,7 +114,7 @@ class CheckpointFolder:
             config, settings, brought = without.config, without.settings, NO_CODE
             notes.append(without.note)
             model_code = without.model_code
-        # Surgeon puts no code but its own into an output: what lies in one is not simply left out.
+        # An output contains no code but surgeon's own. So foreign code in an output is refused, not just left out.
         check_trusted(brought, source.shown, trust_remote_code=trust_remote_code)
         if brought.code == "foreign" and CODE_FILE in listing and (wrong := known_wrong(source)):
             notes.append(f"{CODE_FILE}: {wrong}; `surgeon refresh` writes this version's")
@@ -192,7 +192,7 @@ class CheckpointFolder:
         self.source.check_unchanged()
 
 
-# A layer of a large mixture of experts has tens of gigabytes.
+# The most bytes that are read ahead: one layer of a large mixture of experts has tens of gigabytes.
 MOST_AHEAD = 4_000_000_000
 
 
@@ -349,7 +349,7 @@ def _own_code(config: Mapping[str, Any], source: Source, brought: Brought) -> Ow
 
 
 def _manifest(source: Source) -> dict[str, Any]:
-    # Losses of a training run may be infinite.
+    # Accept NaN and Infinity: losses of a training run may be infinite.
     return _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES, constants=True)
 
 

@@ -22,9 +22,9 @@ from surgeon.errors import BadInput, printable
 ALIGNMENT = 64
 # The safetensors library has the same limit.
 MAX_HEADER_BYTES = 100_000_000
-# {name: {"shape": [...]}} and nothing deeper.
+# The deepest nesting in a header: {name: {"shape": [...]}}.
 _MAX_DEPTH = 3
-# torch and every reader count in signed 64-bit.
+# The largest count: torch and all readers use signed 64-bit integers.
 _MAX_COUNT = 2**63 - 1
 _AGAIN = "is the file damaged? download it again"
 _LFS_POINTER = b"version https://git-lfs"

@@ -54,7 +54,7 @@ _HEADERS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Located:
-    """Where a base is: a local folder and, if it came from the Hub, its repository and commit."""
+    """The place of a base: a local folder and, if it came from the Hub, its repository and commit."""
 
     path: Path
     repo_id: str | None = None

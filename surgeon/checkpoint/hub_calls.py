@@ -113,7 +113,9 @@ def is_transient(error: Exception) -> bool:
 
 
 def refuse_call(error: Exception, repo_id: str, revision: str | None) -> Never:
-    """Raise BadInput, one line with what to do, for an error of the client or of a library below it."""
+    """Raise BadInput with one line, including advice, for an error of the client or of a library that the client
+    uses.
+    """
     from huggingface_hub import constants, errors
 
     if isinstance(error, BadInput | MemoryError):

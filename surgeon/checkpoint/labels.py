@@ -1,4 +1,4 @@
-"""The labels of a classification head, as config.json names them."""
+"""The labels of a classification head, from config.json."""
 
 from __future__ import annotations
 

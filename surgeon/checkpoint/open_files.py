@@ -89,7 +89,7 @@ class HeldFolder:
             try:
                 linked = stat.S_ISLNK(os.lstat(path).st_mode)
             except OSError:
-                # Opening it gives the error, and `_check` compares what is there.
+                # Opening the file later gives the error, and `_check` detects a difference.
                 return
             if linked:
                 raise BadInput(

@@ -21,7 +21,7 @@ _BUFFER = 8 * 1024 * 1024
 # Runs of at most this many numbers are copied number by number for all runs at once, which is faster for short runs.
 _SHORT = 32
 
-# Gives the descriptor of a file by its place (`OpenShards`).
+# A function that returns the descriptor of a file, given its place (`OpenShards`).
 Opened = Callable[[str], int]
 
 

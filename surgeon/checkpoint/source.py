@@ -209,7 +209,7 @@ class Source(Protocol):
         """Return the header of each shard."""
 
     def open_shard(self, file: str) -> int:
-        """Return a read-only file descriptor of a shard whose header was read before."""
+        """Return a read-only file descriptor of a shard after `headers` has read its header."""
 
     def identity(self) -> list[dict[str, Any]]:
         """Return facts that reveal whether a shard has changed."""
@@ -264,7 +264,7 @@ _NOT_READ = {
 
 
 class LocalSource:
-    """A folder on this machine."""
+    """A checkpoint in a folder on this machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -297,7 +297,7 @@ class LocalSource:
             try:
                 found = _list(self.path / folder, folder)
             except OSError:
-                # No loader can read it either; a folder that is gone or unreadable at the top is refused by `listing`.
+                # No loader can read this subfolder either. `listing` refuses a missing or unreadable top folder.
                 continue
             seen += len(found)
             if seen > MAX_ENTRIES:

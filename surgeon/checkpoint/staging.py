@@ -86,7 +86,7 @@ class Staging:
         self._say = say
         self._journal = -1
         self._done: dict[str, dict[str, Any]] = {}
-        # Files that this run took over or wrote: an earlier run may have left more.
+        # Files that this run reused or wrote; an earlier run may have left further files.
         self._used: set[str] = set()
         self._writing = threading.Lock()
         self._published = False
@@ -255,7 +255,7 @@ class Staging:
         self._work.__enter__()
 
     def _append(self, entry: dict[str, Any]) -> None:
-        # Unsorted: records of an earlier run go into the manifest in the same order as without a kill.
+        # Keys stay unsorted, so that an earlier run's records enter the manifest in the order of an uninterrupted run.
         line = (json.dumps(entry, separators=(",", ":")) + "\n").encode()
         with self._writing:
             while line:
@@ -264,7 +264,7 @@ class Staging:
 
     def _clean_up(self) -> None:
         published = self._published or self.already_published
-        # The journal goes last where a run after a kill needs it to see that `out` is complete; else the lock does.
+        # After publishing, the journal is removed last: after a kill it shows the next run that `out` is complete.
         order = (LOCK_FILE, _JOURNAL) if published else (_JOURNAL, LOCK_FILE)
         try:
             if self.folder.exists():
@@ -306,11 +306,11 @@ def _facts(found: os.stat_result) -> dict[str, int]:
 
 
 def check_destination(out: Path, base: Path | None) -> None:
-    """Raise BadInput where nothing can be written to `out`.
+    """Raise BadInput where an output cannot be written to `out`.
 
-    Refused are an `out` that exists and is no empty folder, that has no writable parent, that is the `base`, contains
-    it or lies in it, and an invalid name. An `out` that a killed run completed but did not clean up is accepted:
-    `Staging` finds out which run wrote it.
+    This is so where `out` has an invalid name, exists and is no empty folder, or has no writable parent, and where
+    `out` is the `base`, contains the `base` or is inside it. An `out` that a killed run completed but did not clean up
+    is accepted: `Staging` finds out which run wrote it.
     """
     check_new_name(out)
     target = _absolute(out)

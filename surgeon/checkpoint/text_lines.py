@@ -12,7 +12,7 @@ from surgeon.errors import BadInput, printable
 
 # The longest text that is read as one document, in bytes; the longest novels have ten million.
 MAX_DOCUMENT_BYTES = 32 * 1024 * 1024
-# A line of fewer bytes holds few values, whatever they are.
+# A shorter line can only contain few values, so its values are not counted.
 _SHORT = 1024 * 1024
 
 
@@ -53,13 +53,13 @@ def parsed(content: bytes, where: str, do: str) -> Any:
     """
     check_values(content, where)
     try:
-        # With or without the mark that Windows' editors begin a file with.
+        # With or without the byte order mark of Windows editors.
         return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadInput(
             f"{printable(where)}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8"
         ) from None
     except (ValueError, RecursionError) as error:
-        # The line's number in its file is not json's 1.
+        # json counts lines from this text's beginning, so its line number is left out.
         flaw = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
         raise BadInput(f"{printable(where)}: not JSON ({flaw}); {do}") from None

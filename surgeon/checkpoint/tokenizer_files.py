@@ -24,7 +24,7 @@ from surgeon.errors import BadInput, printable
 
 TOKENIZER_FILE = "tokenizer.json"
 _OWN = "get the model's own file"
-# A vocabulary of a quarter of a million tokens has half a million merges, three commas and brackets each.
+# The most JSON items. A vocabulary of 250,000 tokens has 500,000 merges with three commas and brackets each.
 _MOST_ITEMS = 8_000_000
 # The files that list special tokens, and the keys that list special tokens without a named role.
 _SETTINGS, _NAMED, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -160,7 +160,7 @@ def grown_files(
     first = rows - len(added)
     entries: dict[str, int] = {}
     if tokens or read.ids != {*range(first)}:
-        # Ids below the first new one that the model's vocabulary has no entry for.
+        # Ids below the first new id without an entry in the model's vocabulary.
         used, last = set(read.vocabulary.values()), rows if tokens else first
         entries = {names.get(number) or _unused(number, taken): number for number in range(last) if number not in used}
         entries |= {token.content: rows + nth for nth, token in enumerate(tokens)}
@@ -260,7 +260,7 @@ def _into_values(text: str, inserting: _Inserting) -> tuple[bytes, Places]:
     at = written = 0
     for (begin, end), entries in found:
         inside = text[begin + 1 : end - 1]
-        # Behind the last entry, before the white space that comes before the closing bracket.
+        # Insert after the last entry, before the white space in front of the closing bracket.
         place = begin + 1 + len(inside.rstrip())
         space = inside[: len(inside) - len(inside.lstrip())]
         added = f",{space}".join(entries)

@@ -1,5 +1,4 @@
-"""Whose code a checkpoint's folder contains, and which of its settings would make a loader read more than config and
-weights.
+"""A judgement of a checkpoint's folder: whose code it contains, and which settings lead a loader to further files.
 
 Each folder is judged by itself, from file names and JSON only: nothing is imported, and no code of the folder runs.
 Code is a `.py` file anywhere in the folder, a JSON field that makes transformers run code or fetch a compiled kernel,
@@ -31,7 +30,7 @@ MAX_CODE_BYTES = 1_000_000
 Code = Literal["none", "shipped", "foreign"]
 Classes = Literal["installed", "shipped", "own"]
 
-# Vocabularies: large, and nothing in them is a setting.
+# Vocabularies, which are not searched: they are large and contain no settings.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "tekken.json"})
 # Files that transformers reads when it loads a processor; surgeon copies some of them to the output.
 _PROCESSORS = re.compile(r"[A-Za-z0-9_]*processor_config\.json")
@@ -60,7 +59,7 @@ _OLD_CACHE, _CACHE_RENAMED = b'.get("past_key_values")', Version("5.24")
 # A field with the checkpoint's origin, often a cache path. Such a path also contains `--`, but is no reference to code.
 _ORIGIN = "name_or_path"
 
-# Fields of config.json by which transformers reads other files, or builds another model than the rest describes.
+# Fields of config.json that make transformers read other files, or build a model that differs from the other fields.
 _ELSEWHERE = {
     "transformers_weights": "names another file of weights than the index",
     "configuration_files": "names other config files, of which transformers would take one",
@@ -76,17 +75,17 @@ _QUANTISED = (QUANTISATION, "compression_config")
 
 
 class ForeignCode(BadInput):
-    """A folder needs code of its own, which the user does not trust."""
+    """Raised where a folder needs its own code and the user does not trust it."""
 
 
 @dataclass(frozen=True)
 class Brought:
     """The code in a checkpoint's folder.
 
-    `code` states whose code it is. `found` describes the first thing that is not surgeon's (empty if there is none).
-    `scripts` lists every `.py` file. `classes` states which classes the model is built of: those of the `installed`
-    transformers, those that surgeon `shipped`, or the folder's `own`. A folder may contain foreign code that its model
-    does not need.
+    `code` states its origin: none, shipped by surgeon, or foreign. `found` describes the first thing that is not
+    surgeon's (empty if there is none). `scripts` lists every `.py` file. `classes` states the origin of the model's
+    classes: the `installed` transformers, the code that surgeon `shipped`, or the folder's `own` code. A folder may
+    contain foreign code that its model does not need.
     """
 
     code: Code
@@ -99,7 +98,7 @@ NO_CODE = Brought("none", "", (), "installed")
 
 
 def brought_by(config: Mapping[str, Any], source: Source) -> Brought:
-    """Return what code a folder contains whose config.json is `config`. Raises BadInput where a necessary file is
+    """Return the code in a folder whose config.json is `config`. Raises BadInput where a necessary file is
     unreadable.
     """
     listing = source.listing()
@@ -320,8 +319,8 @@ def looked_in(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def only_in_code(settings: Any, beside: Mapping[str, Any], *, of_model: bool = False) -> str:
-    """Describe what an `auto_map` of the settings, at any depth, names and transformers has no class for; else return
-    "".
+    """Describe a class that an `auto_map` of the settings, at any depth, names and transformers lacks; return "" if
+    none.
 
     Args:
         settings: Parsed JSON. An `auto_map` that is a list belongs to a tokenizer.

@@ -26,7 +26,7 @@ COMPRESSED = "compressed-tensors"
 _PASSED = ("fp8", "mxfp4", COMPRESSED)
 
 _LONGEST_NAME = 500
-# How many parts the name of a shard has at most: folders below the checkpoint's, and the file.
+# The most parts in a shard's name: subfolders of the checkpoint's folder, and the file.
 _DEEPEST = 4
 _AGAIN = "they are of two downloads: get both again"
 
@@ -77,7 +77,7 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
     weight_map = _weight_map(source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES))
     files = tuple(sorted(set(weight_map.values())))
     if any("/" in file for file in files):
-        # Some checkpoints have their shards in a folder below, as transformers reads them too.
+        # Some checkpoints have their shards in a subfolder; transformers reads these too.
         names += [name for name in source.tree() if "/" in name]
     if missing := [file for file in files if file not in names]:
         way = led_below(names, missing[0]) or "; download again"

@@ -68,7 +68,7 @@ _FORMER = {
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
-# A parameter of a command that its function declares.
+# The annotation of a command's parameter that its public function declares.
 Declared = Any
 
 
@@ -94,7 +94,7 @@ class Entry:
         declared = parameters_given(surgeon._HOMES[self.function], self.function) if self.function else []
         spelt = {parameter.name: self._spelling(parameter.name) for parameter in declared}
         parameters = [as_option(parameter, spelt[parameter.name]) for parameter in declared]
-        # The command's own come before --trust-remote-code, which is the last one everywhere.
+        # The command's own options come before --trust-remote-code, which is last in every command.
         before = len(parameters) - any(parameter.name == "trust_remote_code" for parameter in parameters)
         parameters[before:before] = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)

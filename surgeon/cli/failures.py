@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Debug:
-    """Whether tracebacks are shown."""
+    """The setting whether tracebacks are shown."""
 
     on = False
 
@@ -231,7 +231,7 @@ class _Unpadded:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Write text."""
+        """Write text without trailing spaces in its lines."""
         return self._file.write(re.sub(r" +$", "", text, flags=re.M))
 
     def __getattr__(self, name: str) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 from surgeon.common.signed import own_key
 
-# `SURGEON_CACHE=off` goes without a cache.
+# `SURGEON_CACHE=off` switches the cache off.
 VARIABLE = "SURGEON_CACHE"
 _OFF = "off"
 MAX_ENTRY_BYTES = 16_000_000

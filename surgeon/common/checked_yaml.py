@@ -56,7 +56,7 @@ def check_yaml(
             probably meant
     """
     try:
-        # JSON mode: strict about types, yet lists are lists and whole numbers count as numbers.
+        # JSON mode is strict about types, but accepts lists for tuples and whole numbers for floats.
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
         problems = {_place_of(problem, data): problem for problem in _problems(error, data)}

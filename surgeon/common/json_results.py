@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Result(Protocol):
-    """The result of a public function."""
+    """The interface of a public function's result."""
 
     def to_json(self) -> Any:
         """Return plain data for `--json`."""

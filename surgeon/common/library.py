@@ -45,7 +45,7 @@ def passed_over(model: Any) -> Callable[[str], bool]:
     buffers).
     """
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    # As in transformers' own `_adjust_missing_and_unexpected_keys`, where nearly every model has these two.
+    # These two patterns are as in transformers' `_adjust_missing_and_unexpected_keys`; nearly every model has them.
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.append(r"rotary_emb\.inv_freq")
@@ -148,7 +148,7 @@ def _hides(kind: type[Any], key: str, value: Any) -> bool:
     A read-only property counts as hidden unless the class itself reads an old field of that name, as Nemotron-H does
     with `hybrid_override_pattern`.
     """
-    # Before transformers 5.1 config classes were no dataclasses.
+    # Before transformers 5.1, config classes were not dataclasses.
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     if key == "model_type" or key in {field.name for field in fields}:
         return False
@@ -164,6 +164,6 @@ def _reads(kind: type[Any], key: str, value: Any) -> bool:
         kind.from_dict({key: value})
     except AttributeError:
         return False
-    except Exception:  # What is wrong with the value is said where the whole config is read.
+    except Exception:  # Reading the whole config will report what is wrong with the value.
         return True
     return True

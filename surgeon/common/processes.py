@@ -8,7 +8,7 @@ is removed before this module is imported (`surgeon/__init__.py`).
 import os
 import sys
 
-TYPE_CHECKING = False  # without `typing` or `__future__`: until the path is safe, only what Python has imported itself
+TYPE_CHECKING = False  # do not import `typing` or `__future__`: until the path is safe, import nothing new
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from subprocess import Popen

@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema
 
 from surgeon.common.yaml import Place
 
-# The roles of texts in a training config, beside `task:NAME`.
+# The roles of texts in a training config, in addition to `task:NAME`.
 ORIGINAL, NEW = "original", "new"
 # How a text that a model writes begins, where no file of prompts is given.
 BEGIN, TEMPLATE = "begin", "template"
@@ -59,7 +59,7 @@ Many = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class Entry(Bounded):
-    """A part of a config."""
+    """A part of a config, with a larger bound for numbers."""
 
     largest = 2**53
 
@@ -80,7 +80,7 @@ def check_shares(shares: Sequence[float | None], *, of: str = "the sources'") ->
 _WORDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _LETTERS = {"integer": "N", "number": "X", "string": "TEXT", "boolean": "true"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-# Names of sources, models, runs.
+# The pattern that names of sources, models and runs must match, as it stands in a schema.
 _NAME = re.compile(r"\^\[A-Za-z0-9_-\]\{1,(\d+)\}\$")
 # A larger bound only means that a number fits a machine word.
 _LARGEST_BOUND = 2**53

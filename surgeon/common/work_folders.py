@@ -22,12 +22,14 @@ from typing import Any, Self
 from surgeon.errors import BadInput, printable
 
 LOCK_FILE = "lock"
-# Another process may clean up and remove the folder between our opening its lock and holding it.
+# How often to try: another process may remove the folder after this one opens the lock file and before it locks it.
 _LOCK_ATTEMPTS = 20
 
 
 def work_folder(target: Path, what: str) -> Path:
-    """Return the folder in which surgeon makes `target`: next to it, or inside where `target` already is a folder."""
+    """Return the folder in which surgeon makes `target`: next to it, or inside if `target` was a folder before work
+    began.
+    """
     target = target if target.name else target.absolute()
     beside = target.with_name(f".{target.name}.{what}")
     inside = target.is_dir() and not target.is_symlink() and not os.path.lexists(beside)
@@ -224,7 +226,7 @@ class WorkFolder:
         self.path.rmdir()
 
     def clear(self, but: Collection[str | None] = ()) -> None:
-        """Remove everything but the lock and the files `but`. Raises OSError."""
+        """Remove everything except the lock and the files `but`. Raises OSError."""
         with os.scandir(self.path) as entries:
             there = list(entries)
         for entry in there:

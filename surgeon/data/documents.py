@@ -35,7 +35,7 @@ from surgeon.errors import BadInput, printable
 # UTF-8, with or without the byte order mark of Windows editors.
 _UTF8 = "utf-8-sig"
 
-# A plain text is cut at line ends into documents of about this many bytes, so that it can be shuffled and held out.
+# A plain text is cut at line ends into documents of about this many bytes, so that they can be shuffled and held out.
 PIECE = 8000
 # Rows of each file that are checked before slow imports; bytes of a JSON file that are read to tell a list from lines.
 _FIRST_ROWS, _BEGINNING = 8, 4096
@@ -347,7 +347,7 @@ _MOST_TIMES, _SMALL = 100, 64 * 1024 * 1024
 _PIECE = 1024 * 1024
 
 
-# Descriptors of what was unpacked in this process, by device, inode, size and time of the compressed file.
+# Descriptors of the unpacked files of this process, by device, inode, size and mtime of the compressed file.
 _HELD: dict[tuple[int, ...], int] = {}
 # A child process (`surgeon.common.child`) forgets these descriptors and unpacks again itself.
 os.register_at_fork(after_in_child=_HELD.clear)

@@ -32,7 +32,7 @@ _OPEN_MARK = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 
 # Token ids, and for each whether the loss counts it.
 Encoded = tuple[list[int], list[bool]]
-# First and last character of a part of a text, the last excluded.
+# Begin and end (exclusive) of a part of a text, in characters.
 Span = tuple[int, int]
 
 

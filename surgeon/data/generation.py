@@ -104,10 +104,10 @@ def continued(model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most
 
     Args:
         model: A loaded model.
-        prompts: Token ids, padded to one batch.
-        ends: Tokens that end what is written.
-        most: The most tokens that are written.
-        how: Fields of transformers' GenerationConfig; without any, the likeliest token is taken each time.
+        prompts: Token ids, which are padded to one batch.
+        ends: Token ids that end a generated text.
+        most: The most tokens to generate.
+        how: Fields of transformers' GenerationConfig; without any, decoding is greedy.
 
     Raises:
         BadInput: The model cannot be run.

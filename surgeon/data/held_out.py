@@ -45,14 +45,14 @@ def held_out_text(
     """Open a source and return the documents on which losses are measured.
 
     Args:
-        source: A text, which is measured whole, or a training source, of which `train` holds some documents out: they
-            are the same for every seed.
+        source: A text, which is measured whole, or a training source, of which `train` holds out the same documents for
+            every seed.
         named_by: The file that names the source; relative paths start there.
-        template: How chats are written for a model that has no chat template.
-        say: Receives a line about blank documents, and one that says why there is nothing to measure.
+        template: The chat template for a model that has none.
+        say: Receives a line about blank documents, or one on why there is nothing to measure.
 
     Returns:
-        The documents, or None where a training source holds none out, or the model is to write its text.
+        The documents, or None where a training source holds none out, or where the model will write its text.
 
     Raises:
         BadInput: The text cannot be read.

@@ -31,7 +31,9 @@ Packing = Literal["isolated", "joined"]
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Token ids, labels and positions (each a list of the same length), and the domain they belong to."""
+    """Token ids, labels and positions (each a list of the same length), and the number of the domain of their
+    source.
+    """
 
     ids: list[int]
     labels: list[int]
@@ -122,7 +124,7 @@ class Stream(ABC, Generic[_T]):
         return [self.epoch, self.position, self.used]
 
     def restore(self, state: Sequence[int]) -> None:
-        """Go to the position `state`."""
+        """Return to the position `state`."""
         self.epoch, self.position, self.used = state
         self._order = None
 
@@ -133,7 +135,7 @@ class Stream(ABC, Generic[_T]):
         return int(self._order[self.position])
 
     def _step(self) -> bool:
-        """Go on to the next document; return whether it is the first of a new pass."""
+        """Advance to the next document; return whether it is the first of a new pass."""
         self.position += 1
         if self.position < len(self.numbers):
             return False
@@ -226,7 +228,7 @@ class Mixture(Generic[_T]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to the position `state`."""
+        """Return to the position `state`."""
         self.credits, self.taken = list(state["credits"]), list(state["taken"])
         for stream in self.streams:
             stream.restore(state["sources"][stream.name])

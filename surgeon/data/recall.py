@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 # The default longest document: longer documents drift from the model's training text.
 LENGTH = 512
-# With more documents filtered than this share, the user is advised.
+# Where a larger share of documents than this is filtered, the user gets advice.
 _MANY_LOST = 0.3
 
 
@@ -130,12 +130,12 @@ def recall(
 
     Args:
         base: The model: a folder, an output of surgeon too, or a Hub id.
-        tokens: How many tokens to write at least.
-        to: A .jsonl file that is made.
-        prompts: What a document begins with: `begin` (the begin-of-text token), `template` (the bare chat template), or
-            a text file with a beginning a line; None: the template where there is one.
-        temperature: 1: as the model learned.
-        top_p: Draw among the likeliest tokens of this share.
+        tokens: The least number of tokens to write.
+        to: The new .jsonl file.
+        prompts: The beginning of a document: `begin` (the begin-of-text token), `template` (the bare chat template), or
+            a text file with one beginning per line; None: the template where there is one.
+        temperature: Sampling temperature; 1: the model's own distribution.
+        top_p: Sample among the likeliest tokens with this share of the probability.
         length: The longest document in tokens; None: 512.
         batch: Documents at a time.
         seed: Seed of all random numbers.

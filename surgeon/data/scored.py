@@ -28,9 +28,9 @@ def written(
     """Return the texts without the rows that some checkpoint's tokenizer or chat template refuses.
 
     Args:
-        texts: Texts; each says whether bad rows are left out.
+        texts: Texts; each has the option whether bad rows are left out.
         checkpoints: The checkpoints whose tokenizers and chat templates are used.
-        say: Receives what is left out, and the control tokens that were found.
+        say: Receives lines on left-out rows, and on control tokens that were found.
 
     Returns:
         The texts, in their order.
@@ -80,7 +80,7 @@ def pack(
     """Pack texts into sequences of `length` tokens as training does for its held-out loss.
 
     Args:
-        texts: Texts, of which documents are taken in order.
+        texts: Texts, whose documents are taken in order.
         checkpoint: The checkpoint whose tokenizer and chat template are used.
         length: Tokens of a sequence.
         packing: Whether attention stays within documents, as in a training config.

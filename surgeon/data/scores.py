@@ -67,7 +67,7 @@ class Windows:
 
     @property
     def documents(self) -> int:
-        """The number of units."""
+        """The number of units (documents, or packed sequences)."""
         return len(self.nbytes)
 
     def same_tokens(self, other: Windows) -> bool:
@@ -103,7 +103,7 @@ class Scores:
 
     @property
     def accuracy(self) -> Ratio:
-        """Share of the tokens that were guessed right."""
+        """Share of the counted tokens that were guessed right."""
         return ratio(self.right, self.tokens)
 
     @property
@@ -196,7 +196,7 @@ def _mean(sums: NDArray[Any], counts: NDArray[Any]) -> float:
 
 
 def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
-    # Losses may be infinite or NaN; then the intervals are too.
+    # Losses may be infinite or NaN; then the intervals are NaN, without a warning.
     with np.errstate(invalid="ignore"):
         found: NDArray[np.float64] = (sums - _mean(sums, counts) * counts) / max(counts.sum(), 1)
     return found

@@ -62,10 +62,9 @@ def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
 
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
-    """Count the bytes of the predicted text: of a chat's answers, or of a text without its first token if that is
-    predicted.
+    """Count the bytes of the predicted text: of a chat's answers, or of a text without its first token.
 
-    A first token that is special (BOS) has no bytes.
+    The first token is never predicted. If it is special (BOS), it has no bytes of the text.
     """
     assert not isinstance(document, Labelled), "a classifier's scores are `judge_examples`'"
     if not isinstance(document, str):

@@ -163,7 +163,7 @@ class Table:
         return len(self._numbers)
 
     def read(self, number: int) -> Document:
-        """Read one document. Raises BadInput where the row is not one."""
+        """Read one document. Raises BadInput where the row is no document."""
         row = int(self._numbers[number])
         return document_of(self._table[row], self.rows.spec, self.where(number))
 
@@ -244,7 +244,7 @@ class HubDataset:
     """A dataset of the Hub at one commit, downloaded and prepared in the cache of `datasets`."""
 
     def __init__(self, repo_id: str, *, config: str | None, revision: str | None) -> None:
-        """Find the commit and download what is not cached. Raises BadInput where that fails."""
+        """Find the commit and download the files that are not cached. Raises BadInput where that fails."""
         self.repo_id = repo_id
         self._library = _library(f"dataset:{repo_id}")
         cached_only = offline()

@@ -1,4 +1,4 @@
-"""Texts as configs name them: the path, the format, the share and the role of each."""
+"""The schema of texts in configs: each text's path, format, share and role."""
 
 from __future__ import annotations
 
@@ -162,6 +162,6 @@ class SourceSpec(TextSpec):
 
     @property
     def validation_split(self) -> str | None:
-        """The dataset's split that `validation` names."""
+        """The dataset's split that `validation` names, or None."""
         named = isinstance(self.validation, str) and self.validation.startswith(_SPLIT)
         return str(self.validation).removeprefix(_SPLIT) if named else None

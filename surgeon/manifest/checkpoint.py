@@ -64,7 +64,7 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor's dtype, shape and place, by its name."""
+        """Every tensor's dtype, shape and position in its file, by name."""
         return self.folder.tensors
 
     @property
@@ -128,7 +128,7 @@ class Checkpoint:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template; None where there is none."""
+        """The chat template, or None."""
         return template_of(self.folder)
 
     def linear_modules(self) -> tuple[list[str], str]:
@@ -209,7 +209,7 @@ class Checkpoint:
         return load_model(self.folder, **options)
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer in the folder, as transformers loads it. Raises BadInput where there is none."""
+        """Return the tokenizer in the folder, as transformers loads it. Raises BadInput where it cannot be loaded."""
         from surgeon.models.load import find_tokenizer
 
         found, why_not = find_tokenizer(self.path)

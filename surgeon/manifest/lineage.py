@@ -220,7 +220,7 @@ class State:
 
     @property
     def base(self) -> Base:
-        """The state as the next surgery found it."""
+        """The manifest's entry of this state as the base of the next surgery."""
         return self.undone[0].base
 
     @property

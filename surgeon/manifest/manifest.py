@@ -6,7 +6,7 @@ detected only with the base, from which `verify` makes the manifest again (`surg
 digest of the base that was noted elsewhere.
 """
 
-# pydantic copies defaults.
+# Mutable defaults are safe, because pydantic copies them.
 # ruff: noqa: RUF012
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from surgeon.operations.prepare import KeptFacts, SideFile, TextCounts
 FORMAT = 3
 # The share of variance below which a network's fit is called poor.
 LITTLE_EXPLAINED = 0.1
-# An operation's place in its plan.
+# An operation's number in its plan.
 _Number = Annotated[str, Field(pattern=r"^[0-9]{1,2}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -108,7 +108,7 @@ class OperationEntry(Entry):
 
 
 class GraftEntry(Entry):
-    """One graft of a layer; `operation` is None where the base already had it."""
+    """One graft of a layer; `operation` is None where the base already had the graft."""
 
     text: str
     operation: int | None
@@ -141,8 +141,8 @@ class NewTensor(StoredTensor):
     """A tensor that the base lacks or has with another value: the operation that made it, how, and its value at birth.
 
     `spans` are the base's bytes in it, by the base's tensors; bytes repeated from a tensor that is complete in it or
-    elsewhere are left out. `holds` states what becomes of these bytes in training. `copied`: it begins as a copy of one
-    tensor that keeps a place of its own. `grown_from` is the first row that is not the base's, where a vocabulary grew.
+    elsewhere are left out. `holds` states whether these bytes train. `copied`: it begins as a copy of one tensor that
+    also stays in its own place. `grown_from` is the first row that is not the base's, where a vocabulary grew.
     """
 
     operation: int
@@ -175,7 +175,7 @@ class NewTensor(StoredTensor):
 
     @property
     def is_copy(self) -> bool:
-        """Whether it begins as a copy of one tensor that keeps a place of its own."""
+        """Whether it begins as a copy of one tensor that also stays in its own place."""
         return self.holds == "copied"
 
     @property
@@ -218,9 +218,9 @@ class TrainingEntry(Entry):
     """One training run of this surgery's output: its config and settings, its length, and its changes.
 
     `kept` are the tensors whose values from before all training are in `base-tensors/` of this run's output.
-    `published_step` is the step that was published, where the best step on a source is published. `scores` are, by
-    source, further measurements of a classification head: accuracy, F1 and Matthews' correlation. `curves` are, by
-    source, the held-out losses by step.
+    `published_step` is the step that was published, where this is the best step on a source. `scores` are, by source,
+    further measurements of a classification head: accuracy, and F1 and Matthews' correlation where defined. `curves`
+    are, by source, the held-out losses by step, for each step with a measurement.
     """
 
     tool: Tool

@@ -212,7 +212,7 @@ def _of(
                 # Where a vocabulary grew twice, all rows after the first base's train.
                 fixed.setdefault(place, Fixed(boxes_of(tensor.kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
         if lineage is not None and nth < lineage.count:
-            # A later merge may have folded an earlier surgery's branches away.
+            # A later merge may have removed the branches of an earlier surgery.
             chosen = {name: None for name in chosen if name in out.tensors}
     fixed = {name: part for name, part in fixed.items() if name in chosen}
     return _Added(frozenset(chosen), tuple(operations), fixed, frozenset(still), frozenset(fitted), everything)

@@ -247,7 +247,7 @@ def _check_whole(delta: Delta, shards: tuple[Shard, ...], own: OwnCode | None) -
 
 
 def _described(output: Output) -> TensorInfo:
-    """Return the tensor as a header entry of a file of its own."""
+    """Return the tensor as a header entry; it is in no file."""
     return TensorInfo(output.name, output.recipe.dtype, output.recipe.shape, "", 0, output.nbytes)
 
 
@@ -269,7 +269,7 @@ def _from_base(delta: Delta, base: CheckpointFolder) -> dict[str, bytes]:
 def _twins(
     delta: Delta, base: CheckpointFolder, shards: tuple[Shard, ...], places: Mapping[str, Pieces]
 ) -> dict[str, Twin]:
-    """Return, for each shard whose tensors all come from one file, that file."""
+    """Map each shard whose tensors all come from one file to that file."""
     twins: dict[str, Twin] = {}
     for shard in shards:
         files = {places[output.name].tensors[0] for output in shard.outputs}

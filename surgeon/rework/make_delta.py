@@ -391,7 +391,7 @@ def _side_files(
     `files`.
     """
     from_base: dict[str, str] = {}
-    # A run that names a chat template has written it.
+    # A training run with a `chat_template` has written this file itself.
     named = any(run.config.get("chat_template") for run in manifest.training)
     for name in out.side_files:
         # A delta contains code itself, so that exactly the code in its manifest runs.

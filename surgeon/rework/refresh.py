@@ -50,8 +50,8 @@ def refresh(out: str | Path, *, listener: Listener | None = None) -> Refreshed:
     `surgery.json`, so that the same command completes an interrupted run.
 
     Raises:
-        BadInput: `out` has no grafts, its code was edited, or other code lies in it.
-        PromiseBroken: Something else is not as `surgery.json` says; `out` is as it was.
+        BadInput: `out` has no grafts, its code was edited, or it contains other code.
+        PromiseBroken: Something else contradicts `surgery.json`; `out` is unchanged.
     """
     listener = listener or Quiet()
     # Code files are only read as text; digests decide below which of them is surgeon's.

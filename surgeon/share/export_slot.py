@@ -78,8 +78,8 @@ def export_slot(
 ) -> Exported:
     """Write a slot of an output as a PEFT LoRA adapter for the slots' base.
 
-    `peft.PeftModel.from_pretrained(base, dest)` then computes what `out` does with all of the router's mass on the
-    slot: the shallow layers' shared LoRA is part of it. Matrices keep their bytes.
+    `peft.PeftModel.from_pretrained(base, dest)` then computes the function of `out` with all of the router's mass on
+    the slot; the shared LoRA of shallow layers is included. Matrices keep their bytes.
 
     Args:
         out: the output's folder
@@ -89,7 +89,7 @@ def export_slot(
         listener: gets progress and notes
 
     Returns:
-        the adapter's folder and config, and what of the output's function it leaves out
+        the adapter's folder and config, and the parts of the output's function that it lacks
 
     Raises:
         BadInput: for a slot that does not exist or is in layers that the base lacks; `dest` then stays absent

@@ -124,13 +124,13 @@ def push(
         repo_id: the repository, `user/name`
         base: the folder to check against; without it, the base that the manifest names, from the cache or the Hub
         public: whether a new repository is public; False refuses a repository that is public already
-        revision: the branch, made at need (or `refs/pr/N`); None: main
-        pull_request: open one in place of a commit
+        revision: the branch, created if missing (or `refs/pr/N`); None: main
+        pull_request: open a pull request instead of a commit
         dry_run: send nothing, make nothing, download nothing
         force: push even if a check fails, or over a model of another tool
-        license: for the card, where the base's is unknown
-        base_model: for the card, the base's id on the Hub
-        delta: send what `make_delta` writes
+        license: the card's licence, where the base's is unknown
+        base_model: the base's Hub id in the card
+        delta: send only a delta, as `make_delta` writes it
         trust_remote_code: run the output's own code
         listener: gets progress and notes
 
@@ -138,8 +138,8 @@ def push(
         the commit, and every file with whether it was sent
 
     Raises:
-        BadInput: also for whatever the Hub or the network answers; the repository is then as it was, and the same call
-            goes on where it stopped
+        BadInput: also for every error of the Hub or the network; the repository is then unchanged, and the same call
+            continues where it stopped
     """
     to = Destination(repo_id, revision, public, pull_request)
     check_names(license, base_model)

@@ -49,7 +49,9 @@ class Comparison(Protocol):
 
     @property
     def apart(self) -> tuple[float, float] | None:
-        """The base's and the output's mean loss at the other positions; None where none of them has a next token."""
+        """The base's and the output's mean loss at the other positions; None where no such position has a next
+        token.
+        """
 
     @property
     def max_abs_difference(self) -> float:

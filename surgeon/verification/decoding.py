@@ -20,7 +20,7 @@ from surgeon.runtime.models import check_sites
 NAME = "decoding"
 # The number of texts, and the tokens of each in the prompt and in the continuation.
 _TEXTS, _PREFIX, _STEPS = 3, 24, 6
-# Mean and spread of a gate's evidence per token in nats, and the threshold for the summed evidence of several tokens.
+# Mean and spread of a gate's evidence per token in nats; the threshold of summed evidence, above any single token's.
 _MEAN, _SPREAD, _SUM = 2.0, 4.0, 3.5
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result whether an output keeps its manifest's promises.
+    """The result of a verification: whether an output keeps its manifest's promises.
 
     `checks` are the static checks, `comparisons` the comparisons of logits. `holds` is true when every promise holds;
     where none was made (`promise` none), or the output was `trained` since the surgery, logits may differ. `gated`: a

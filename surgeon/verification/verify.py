@@ -1,4 +1,4 @@
-"""`surgeon verify`: does an output keep what its manifest promises of its base?"""
+"""`surgeon verify`: check whether an output keeps the promises of its manifest about its base."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def verify(
     """Check `out` against `base`: bytes first, then logits (prefill and cached decode) on real tokens.
 
     Args:
-        base: What the last surgery was carried out on, or an earlier state: the first base, say, of several surgeries.
-            A folder, or `user/name[@revision]` on the Hub, downloaded at need.
-        out: The output, named likewise.
-        logits: Whether models are run where the bytes are as promised.
-        streamed: Whether one layer of each model is in memory at a time.
-        text: A file to take tokens from (plain text or JSON lines); None: the probe text that surgeon brings.
+        base: The base of the last surgery, or an earlier state, for example the first base of several surgeries. A
+            folder, or `user/name[@revision]` on the Hub, which is downloaded where necessary.
+        out: The output, a folder or Hub id too.
+        logits: Whether models are run after the bytes were found as promised.
+        streamed: Whether only one layer of each model is in memory at a time.
+        text: A file to take tokens from (plain text or JSON lines); None: the probe text that surgeon ships.
         window: Tokens in each sequence.
-        windows: How many sequences are taken; 0: all of the text.
-        dtypes: In which dtypes the models run: auto (the checkpoint's), float32, bfloat16, float16.
-        adapters: Folders of the adapters that were merged, in the plan's order: PEFT runs the base with them, and the
-            output must compute the same, up to the rounding of its weights.
+        windows: The number of sequences; 0: the whole text.
+        dtypes: The dtypes in which the models run: auto (the checkpoint's), float32, bfloat16, float16.
+        adapters: Folders of the merged adapters, in the plan's order: PEFT runs the base with them, and the output must
+            compute the same, up to the rounding of its weights.
         device: auto, cpu, cuda or cuda:N.
         trust_remote_code: Whether the checkpoints' own code may run.
         listener: Receives progress and notes.
 
     Returns:
-        Every check and comparison; a broken promise is in it, and is not raised.
+        Every check and comparison; a broken promise is reported here, and does not raise.
 
     Raises:
         BadInput: `out` is no output of surgeon, or an option is out of range.
@@ -78,7 +78,7 @@ def verify(
     pair = _Pair.open(base, out, trust_remote_code=trust_remote_code)
     if streamed and pair.wordless:
         raise BadInput(f"{printable(str(base))}: {pair.kind}, which is compared whole; leave out --streamed")
-    # What this is no output of is refused before any tensor is read, and before torch is loaded.
+    # Refuse an `out` that is no output of surgeon before reading any tensor, and before loading torch.
     manifest = manifest_of(pair.out)
     adapted = _adapted(adapters, manifest, pair, whole=logits and not streamed) if adapters else None
     pair.say_notes(listener)
@@ -98,7 +98,7 @@ def verify(
     vocabulary = pair.anatomy.sizes.vocabulary
     rows = vocabulary_of(pair.out.config) or vocabulary
     if rows != vocabulary and not (proof.kept or proof.new or pair.wordless):
-        # An adapter brought its own rows: what both have is compared.
+        # An adapter added its own embedding rows: compare only the rows that both models have.
         proof = proof._replace(kept=tuple(range(min(vocabulary, rows))))
     tokens = token_batches(
         pair.base.path, text=text, window=window, windows=windows, vocabulary=vocabulary, kept=proof.kept
@@ -335,7 +335,7 @@ def _by_layers(listener: Listener) -> Callable[[int, int], None]:
 
 
 class StaticProof(NamedTuple):
-    """What the bytes prove, and what is promised. `layer_of_base` gives every base layer's number in the output.
+    """The result of the byte checks, and the promise. `layer_of_base` gives every base layer's number in the output.
 
     `new` are the output's rows for tokens that the base lacks. `kept` are the base's ids of the remaining tokens, where
     some were removed. `tail_alone` has the same meaning as in `Verification`.

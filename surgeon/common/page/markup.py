@@ -9,7 +9,7 @@ from markupsafe import Markup as Markup
 
 from surgeon.errors import printable
 
-# Longer than any sensible name; `lines` is for texts of several lines.
+# The longest text of one piece, longer than any sensible name; `lines` is for texts of several lines.
 _LIMIT = 2_000
 
 Child = Markup | str | int | None

@@ -93,7 +93,7 @@ class Series:
 
     @property
     def classes(self) -> str:
-        """Its classes in the style sheet."""
+        """The line's CSS classes."""
         return f"s{self.style}{' muted' * self.muted}"
 
 
@@ -117,8 +117,8 @@ def lines(
         up: the vertical axis
         key: unique on the page
         summary: the description for screen readers; by default each line's first and last value
-        scattered: series of which only faint marks are drawn
-        height: of the picture, which is `WIDTH` units wide
+        scattered: series that are drawn only as faint marks
+        height: the height of the picture, which is `WIDTH` units wide
     """
     described = summary or "; ".join(
         f"{one.name}: {_short(one.points[0][1])} to {_short(one.points[-1][1])}" for one in series if one.points
