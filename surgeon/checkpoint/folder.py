@@ -166,8 +166,9 @@ class CheckpointFolder:
         return read_tensor(self.source, self.tensors[name], part)
 
     def read_side_file(self, name: str) -> bytes:
-        """Return the content of one of `side_files`, without an `auto_map` that was left out. Raises BadInput if
-        unreadable.
+        """Return the content of one of `side_files`, without an `auto_map` that was left out.
+
+        Raises BadInput if unreadable.
         """
         assert name in self.side_files, name
         found = self.settings.get(name)
@@ -178,8 +179,9 @@ class CheckpointFolder:
         return self.source.small(name, max_bytes=MAX_CODE_BYTES) if name in self.source.listing() else None
 
     def open_shard(self, file: str) -> int:
-        """Return a read-only file descriptor of a shard; the caller closes it. Raises BadInput where the shard has
-        changed.
+        """Return a read-only file descriptor of a shard; the caller closes it.
+
+        Raises BadInput where the shard has changed.
         """
         return self.source.open_shard(file)
 
@@ -220,8 +222,9 @@ class ReadAhead:
         self._fill()
 
     def read(self, name: str) -> bytearray:
-        """Return the bytes of one tensor, from the read-ahead (only once) or read now. Raises BadInput where reading
-        fails.
+        """Return the bytes of one tensor, from the read-ahead (only once) or read now.
+
+        Raises BadInput where reading fails.
         """
         coming = self._coming.pop(name, None)
         if coming is None:
@@ -278,10 +281,9 @@ def holds_pieces(folder: CheckpointFolder, name: str, pieces: Pieces, of: Checkp
 
 
 def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]) -> dict[str, str]:
-    """Return the hex sha256 of each named tensor's bytes, read by several threads. `advance` receives the count of
-    bytes read.
+    """Return the hex sha256 of each named tensor's bytes, read by several threads.
 
-    Raises BadInput where a shard has changed or was truncated.
+    `advance` receives the count of bytes read. Raises BadInput where a shard has changed or was truncated.
     """
     opened = {file: folder.open_shard(file) for file in folder.shards}
 

@@ -331,8 +331,9 @@ class _Repository:
 
 
 def dataset_commit(repo_id: str, revision: str | None) -> str:
-    """Return the commit hash of a dataset's revision (branch, tag or commit) on the Hub. Raises BadInput as `locate`
-    does.
+    """Return the commit hash of a dataset's revision (branch, tag or commit) on the Hub.
+
+    Raises BadInput as `locate` does.
     """
     from huggingface_hub import HfApi
 

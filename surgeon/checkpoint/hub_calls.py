@@ -67,10 +67,10 @@ def seconds_for(nbytes: int) -> float:
 
 
 def in_time(ask: Callable[[], _T], repo_id: str, within: float) -> _T:
-    """Return the result of `ask` if it arrives within `within` seconds; else raise BadInput. Errors of `ask` are passed
-    on.
+    """Return the result of `ask` if it arrives within `within` seconds; else raise BadInput.
 
-    The client's own timeouts apply to each read: a server that sends a byte now and then never exceeds them.
+    Errors of `ask` are passed on. The client's own timeouts apply to each read: a server that sends a byte now and then
+    never exceeds them.
     """
     found: list[_T] = []
     raised: list[BaseException] = []

@@ -112,8 +112,9 @@ class AdapterFolder:
 
     @classmethod
     def open(cls, path: Path, *, id: str, revision: str | None = None) -> AdapterFolder:
-        """Open a local folder and hash its tensors. Raises BadInput for anything but a LoRA that needs only its base's
-        weights.
+        """Open a local folder and hash its tensors.
+
+        Raises BadInput for anything but a LoRA that needs only its base's weights.
         """
         if path.is_file():
             raise BadInput(f"{printable(str(path))}: a file; give the adapter's folder, {printable(str(path.parent))}")

@@ -111,8 +111,9 @@ class Pieces:
         return not all(map(_apart, by_tensor.values()))
 
     def through(self, maps: Mapping[str, Pieces]) -> Pieces:
-        """Replace every tensor by its own pieces in `maps`; return the composition. Tensors without a map become
-        uncovered bytes.
+        """Replace every tensor by its own pieces in `maps`; return the composition.
+
+        Tensors without a map become uncovered bytes.
         """
         found = [
             part
@@ -124,8 +125,9 @@ class Pieces:
         return Pieces.of(self.nbytes, found)
 
     def origin_of(self, byte: int) -> tuple[str, int]:
-        """Return the tensor from which a byte comes, and the byte's position in that tensor. Raises IndexError if
-        uncovered.
+        """Return the tensor from which a byte comes, and the byte's position in that tensor.
+
+        Raises IndexError if uncovered.
         """
         for span in self.spans:
             run, within = divmod(byte - span.at, span.every) if span.every else (0, byte - span.at)

@@ -132,8 +132,9 @@ def _copy_in_kernel(
     count: int,
     progress: Callable[[int], None] | None,
 ) -> int:
-    """Return how many bytes the kernel copied. If fewer than `count`, the copy through a buffer continues and finds the
-    cause.
+    """Return how many bytes the kernel copied.
+
+    If fewer than `count`, the copy through a buffer continues and finds the cause.
     """
     copied = 0
     # macOS has no such call.

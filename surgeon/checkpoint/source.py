@@ -219,8 +219,9 @@ class Source(Protocol):
 
 
 def read_tensor(source: Source, info: TensorInfo, part: slice | None = None) -> bytearray:
-    """Return the bytes of one tensor, or of a `part` of it. Raises BadInput where its file has changed or was
-    truncated.
+    """Return the bytes of one tensor, or of a `part` of it.
+
+    Raises BadInput where its file has changed or was truncated.
     """
     begin, end, _ = (part or slice(None)).indices(info.nbytes)
     content, position = bytearray(end - begin), info.begin + begin
@@ -273,8 +274,9 @@ class LocalSource:
         self._identities: dict[str, _Identity] = {}
 
     def listing(self) -> dict[str, int]:
-        """Return every file's relative name and size in bytes, chat templates included. Raises BadInput for an
-        unreadable folder.
+        """Return every file's relative name and size in bytes, chat templates included.
+
+        Raises BadInput for an unreadable folder.
         """
         try:
             return dict(sorted({**_list(self.path, ""), **self._templates()}.items()))
@@ -343,8 +345,9 @@ class LocalSource:
         return found
 
     def open_shard(self, file: str) -> int:
-        """Return a read-only file descriptor of a shard. Raises BadInput where the shard changed since its header was
-        read.
+        """Return a read-only file descriptor of a shard.
+
+        Raises BadInput where the shard changed since its header was read.
         """
         fd = open_regular(self.path, file)
         if _Identity.of(fd) != self._identities[file]:
@@ -356,8 +359,9 @@ class LocalSource:
         return fd
 
     def place(self, file: str) -> Path:
-        """Return a file's real path, after following a link of the Hub's cache. Raises BadInput where it is no regular
-        file.
+        """Return a file's real path, after following a link of the Hub's cache.
+
+        Raises BadInput where it is no regular file.
         """
         return resolved(self.path, file)
 

@@ -17,10 +17,10 @@ _SHORT = 1024 * 1024
 
 
 def text_lines(file: BinaryIO, shown: str) -> Iterator[bytes]:
-    """Yield the lines of an open file with their line ends. Raises BadInput (prefix `shown`) for a line that is too
-    long.
+    """Yield the lines of an open file with their line ends.
 
-    At most `MAX_DOCUMENT_BYTES` plus one byte of the file are in memory at a time.
+    Raises BadInput (prefix `shown`) for a line that is too long. At most `MAX_DOCUMENT_BYTES` plus one byte of the file
+    are in memory at a time.
     """
     number = 0
     while line := file.readline(MAX_DOCUMENT_BYTES + 1):

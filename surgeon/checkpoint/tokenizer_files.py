@@ -88,8 +88,9 @@ class TokenizerJson:
 
     @classmethod
     def parse(cls, content: bytes) -> TokenizerJson:
-        """Read the file. Raises BadInput for content that is no tokenizer.json, or of a kind that surgeon cannot
-        change.
+        """Read the file.
+
+        Raises BadInput for content that is no tokenizer.json, or of a kind that surgeon cannot change.
         """
         data = parse_json_strict(content, file=TOKENIZER_FILE, max_bytes=MAX_SIDE_FILE_BYTES, max_items=_MOST_ITEMS)
         model = data.get("model") if isinstance(data, dict) else None
@@ -287,8 +288,9 @@ def _value_at(text: str, path: tuple[str, ...]) -> tuple[int, int]:
 
 
 def value_in(text: str, *path: str) -> Any:
-    """Return the value at a path of keys; only this value is parsed. Raises ValueError, or StopIteration where it is
-    missing.
+    """Return the value at a path of keys; only this value is parsed.
+
+    Raises ValueError, or StopIteration where it is missing.
     """
     return json.loads(text[slice(*_value_at(text, path))])
 

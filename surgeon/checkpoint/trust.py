@@ -98,8 +98,9 @@ NO_CODE = Brought("none", "", (), "installed")
 
 
 def brought_by(config: Mapping[str, Any], source: Source) -> Brought:
-    """Return the code in a folder whose config.json is `config`. Raises BadInput where a necessary file is
-    unreadable.
+    """Return the code in a folder whose config.json is `config`.
+
+    Raises BadInput where a necessary file is unreadable.
     """
     listing = source.listing()
     scripts = tuple(name for name in source.tree() if name.lower().endswith(".py"))
@@ -344,8 +345,9 @@ def _of_models(auto: str) -> bool:
 
 
 def _lacking(auto: str, part: Mapping[str, Any], beside: Mapping[str, Any]) -> str:
-    """Describe the class that transformers lacks: one that the settings name, or one for the model type. Return "" if
-    none.
+    """Describe the class that transformers lacks: one that the settings name, or one for the model type.
+
+    Return "" if none.
     """
     if _of_models(auto):
         model_type = part.get("model_type") or beside["model_type"]

@@ -87,8 +87,9 @@ class Entry:
     run: Callable[..., None]
 
     def command(self) -> Any:
-        """Return the command as a typer object. The source of the function's module is read, but the module is not
-        imported.
+        """Return the command as a typer object.
+
+        The source of the function's module is read, but the module is not imported.
         """
         own = [p for p in inspect.signature(self.run, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
         declared = parameters_given(surgeon._HOMES[self.function], self.function) if self.function else []

@@ -64,8 +64,9 @@ def named(given: str | Path) -> tuple[str | None, str]:
 
 
 def from_here(path: str) -> str:
-    """Return a path given by an option as an absolute path, since a config's paths begin at its folder. A dataset id
-    stays.
+    """Return a path given by an option as an absolute path, since a config's paths begin at its folder.
+
+    A dataset id stays.
     """
     return path if path.startswith("dataset:") else str(Path(meant(path)).absolute())
 

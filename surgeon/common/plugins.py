@@ -43,8 +43,9 @@ class Plugin:
 
 @cache
 def plugins(group: str) -> tuple[Plugin, ...]:
-    """Return all entry points of a group, loaded, sorted by name. Raises BadInput that names a broken one's
-    distribution.
+    """Return all entry points of a group, loaded, sorted by name.
+
+    Raises BadInput that names a broken one's distribution.
     """
     found = (entry for entry in _installed() if entry.group == group)
     return tuple(_loaded(entry) for entry in sorted(found, key=lambda entry: entry.name))

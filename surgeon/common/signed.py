@@ -207,8 +207,9 @@ def check_own(
 
 
 def _place(folder: Path) -> tuple[str, int]:
-    """Return the identity of a folder: its resolved path and its inode. The device number is left out, as reboots
-    change it.
+    """Return the identity of a folder: its resolved path and its inode.
+
+    The device number is left out, as reboots change it.
     """
     return os.path.realpath(folder), folder.stat().st_ino
 

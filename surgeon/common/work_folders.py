@@ -334,8 +334,9 @@ def _foreign(path: Path, what: str) -> BadInput:
 
 @contextmanager
 def working_in(folder: Path, *, target: Path, marker: str) -> Iterator[WorkFolder]:
-    """Lock the private `folder` in which `target` is made. Raises BadInput as `WorkFolder` does, and if `marker` is
-    missing.
+    """Lock the private `folder` in which `target` is made.
+
+    Raises BadInput as `WorkFolder` does, and if `marker` is missing.
     """
     with WorkFolder(folder, target=target) as work:
         work.check_marked(marker)

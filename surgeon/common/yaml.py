@@ -159,8 +159,9 @@ class _Builder:
         return result
 
     def _characters(self, text: str, line: int) -> str:
-        """Return the text. Raises BadInput where its escapes (`\\0`, `\\ud800`) encode a NUL character or half a UTF-16
-        pair.
+        """Return the text.
+
+        Raises BadInput where its escapes (`\\0`, `\\ud800`) encode a NUL character or half a UTF-16 pair.
         """
         # A plan written by json encodes a character beyond 16 bits as two escapes.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")

@@ -79,8 +79,9 @@ class _Reader:
         self.place += count
 
     def next_byte(self, *, mark: bool = False) -> bytes:
-        """Return the next non-space byte without consuming it; b"" at the end. With `mark`, first skip a UTF-8 byte
-        order mark.
+        """Return the next non-space byte without consuming it; b"" at the end.
+
+        With `mark`, first skip a UTF-8 byte order mark.
         """
         if mark:
             while len(self._held) < len(codecs.BOM_UTF8) and self._more():

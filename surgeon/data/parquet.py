@@ -45,8 +45,9 @@ class ParquetFiles:
         self._child = Child(lambda: _Reader(files, open_file).answer)
 
     def head(self, file: int) -> tuple[list[str], int]:
-        """Return a file's column names and its number of row groups. Raises BadInput where it is no readable parquet
-        file.
+        """Return a file's column names and its number of row groups.
+
+        Raises BadInput where it is no readable parquet file.
         """
         try:
             names, groups = self._child.ask(file)

@@ -79,8 +79,9 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The content of surgery.json; None for a checkpoint that surgeon did not make. Raises BadInput for an invalid
-        one.
+        """The content of surgery.json; None for a checkpoint that surgeon did not make.
+
+        Raises BadInput for an invalid one.
         """
         return None if self.folder.manifest is None else manifest_of(self.folder)
 
@@ -167,8 +168,9 @@ class Checkpoint:
         return {name: hashlib.sha256(source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest() for name in names}
 
     def changed_tensors(self) -> list[str]:
-        """Return the tensors that differ from their entries in surgery.json. Raises BadInput where there is no
-        surgery.json.
+        """Return the tensors that differ from their entries in surgery.json.
+
+        Raises BadInput where there is no surgery.json.
         """
         recorded = recorded_tensors(manifest_of(self.folder), file=str(self.path / MANIFEST_FILE))
         digests, infos = self.digests(), self.folder.tensors

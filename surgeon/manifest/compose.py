@@ -202,8 +202,9 @@ def plugins_of(blueprint: Blueprint) -> dict[str, str]:
 
 
 def surgeries_of(base: CheckpointFolder) -> list[Surgery]:
-    """Return the base's own surgeries, oldest first (none: it is no output of surgeon). Raises BadInput for edited
-    ones.
+    """Return the base's own surgeries, oldest first (none: it is no output of surgeon).
+
+    Raises BadInput for edited ones.
     """
     return [] if base.manifest is None else as_lineage(manifest_of(base))
 

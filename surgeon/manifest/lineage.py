@@ -142,8 +142,9 @@ class Lineage:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
 
     def _kept(self, number: int) -> dict[str, Pieces]:
-        """Return where the tensors of state `number` are in the output. Raises BadInput where a surgery removed or
-        replaced one.
+        """Return where the tensors of state `number` are in the output.
+
+        Raises BadInput where a surgery removed or replaced one.
         """
         undone = self.since(number)
         first = undone[0].base.tensors

@@ -142,8 +142,9 @@ def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[in
 
 
 def kept_as_they_are(manifest: Manifest) -> dict[str, str]:
-    """Map each base tensor that is, whole and in its shape, a tensor of the output to that tensor's name. Raises
-    BadInput.
+    """Map each base tensor that is, whole and in its shape, a tensor of the output to that tensor's name.
+
+    Raises BadInput.
     """
     found: dict[str, str] = {}
     for name, lying in left_at(manifest, manifest.base.tensors).items():
@@ -156,8 +157,9 @@ def kept_as_they_are(manifest: Manifest) -> dict[str, str]:
 
 
 def has_other_names(manifest: Manifest) -> bool:
-    """Return whether some base tensors are only under other names, since the output is of another class. Raises
-    BadInput.
+    """Return whether some base tensors are only under other names, since the output is of another class.
+
+    Raises BadInput.
     """
     homes = homes_of(manifest, manifest.base.tensors)
     return not recorded_tensors(manifest, file=MANIFEST_FILE).keys() >= {*homes.values()}

@@ -120,8 +120,9 @@ def apply_delta(
 
 
 def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = True) -> Job:
-    """Return the job that writes the output. Raises BadInput where headers (and `small_files`) show that this is
-    impossible.
+    """Return the job that writes the output.
+
+    Raises BadInput where headers (and `small_files`) show that this is impossible.
     """
     manifest = delta.manifest
     if differing := sorted(manifest.base.tensors.keys() ^ base.tensors.keys()):

@@ -184,8 +184,9 @@ def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:
 
 
 def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int) -> list[Piece]:
-    """Return the slot's LoRAs in deep layers and the shared LoRAs below. Raises BadInput for a slot that does not
-    exist.
+    """Return the slot's LoRAs in deep layers and the shared LoRAs below.
+
+    Raises BadInput for a slot that does not exist.
     """
     shown = printable(str(out.path))
     grafts = grafts_of(out.config)

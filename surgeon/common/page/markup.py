@@ -31,10 +31,10 @@ def lines(words: str) -> Markup:
 
 
 def el(name: str, /, *children: Child, **attributes: Value) -> Markup:
-    """Return an element. Attributes: `class_` is class, `_` becomes `-`, None and False are left out, True has no
-    value.
+    """Return an element.
 
-    Names of elements and attributes come from this package, never from data.
+    Attributes: `class_` is class, `_` becomes `-`, None and False are left out, True has no value. Names of elements
+    and attributes come from this package, never from data.
     """
     written = []
     for key, value in attributes.items():
