@@ -44,9 +44,7 @@ NOTHING_KNOWN = Metadata()
 
 
 def metadata_of(folder: CheckpointFolder) -> Metadata:
-    """Return the metadata of a checkpoint's card, without `base_model` where the checkpoint is not an output of
-    surgeon.
-    """
+    """Return the metadata of a checkpoint's card, without `base_model` if the checkpoint is no output of surgeon."""
     if CARD_FILE not in folder.source.listing():
         return NOTHING_KNOWN
     try:

@@ -65,8 +65,7 @@ def empty_of(tensors: Iterable[TensorInfo]) -> str:
 
 
 def around(names: Iterable[str], known: str, below: str) -> str:
-    """Return which extra part the stored names have compared with the model's, and a command to remove it; else a last
-    guess.
+    """Return the extra part in stored names compared with the model's, and a command to remove it; else a last guess.
 
     `known` is the beginning of the model's names, `below` the rest of one of them.
     """

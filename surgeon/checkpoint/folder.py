@@ -264,8 +264,7 @@ def digest_of_pieces(folder: CheckpointFolder, pieces: Pieces) -> str:
 
 
 def holds_pieces(folder: CheckpointFolder, name: str, pieces: Pieces, of: CheckpointFolder) -> bool:
-    """Return whether the tensor `name` of a folder contains, byte for byte, these pieces of the tensors of the folder
-    `of`.
+    """Return whether a folder's tensor `name` contains, byte for byte, these pieces of tensors of the folder `of`.
 
     Raises BadInput where a shard has changed or was truncated.
     """
@@ -316,9 +315,7 @@ def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
 
 
 def _ministral(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mistral config as `AutoConfig` reads it: as ministral, whose classes support layers with and without a
-    window.
-    """
+    """Return a mistral config as `AutoConfig` reads it: as ministral, with layers with and without a window."""
     named = config.get("architectures") or ()
     classes = [f"Ministral{name.removeprefix('Mistral')}" if name.startswith("Mistral") else name for name in named]
     return {**config, "model_type": "ministral"} | ({"architectures": classes} if classes else {})

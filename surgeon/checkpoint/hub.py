@@ -71,8 +71,7 @@ def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | 
 
 
 def locate(base: str, *, revision: str | None, code: bool = False, download: bool = True) -> Located:
-    """Find a base: a local path, or `user/name[@revision]` on the Hub, which is downloaded into the cache where
-    necessary.
+    """Find a base: a local path, or `user/name[@revision]` on the Hub, downloaded into the cache where necessary.
 
     The download contains config, index, manifest, allow-listed side files and exactly the shards that hold the weights.
     It never contains a pickle, and contains Python files only with `code`. Without `download` only the cache is
@@ -96,8 +95,7 @@ def locate(base: str, *, revision: str | None, code: bool = False, download: boo
 
 
 def locate_adapter(adapter: str) -> Located:
-    """Find a PEFT adapter on the Hub (`user/name` or `user/name@revision`); download its config and weights into the
-    cache.
+    """Find a PEFT adapter on the Hub (`user/name[@revision]`); download its config and weights into the cache.
 
     Raises BadInput in the same cases as `locate`. A pickle is never downloaded.
     """
@@ -139,12 +137,11 @@ def locate_delta(delta: str) -> Located:
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
-    """Open a checkpoint on the Hub (`user/name[@revision]`); headers are read by range requests, weights are not
-    downloaded.
+    """Open a checkpoint on the Hub (`user/name[@revision]`) without downloading weights.
 
-    Everything except the weights is read and checked as in `CheckpointFolder.open`; reading a tensor raises BadInput.
-    In offline mode the cached checkpoint is opened. Raises BadInput in the same cases as `locate` and
-    `CheckpointFolder.open`.
+    Headers are read by range requests. Everything except the weights is read and checked as in `CheckpointFolder.open`;
+    reading a tensor raises BadInput. In offline mode the cached checkpoint is opened. Raises BadInput in the same cases
+    as `locate` and `CheckpointFolder.open`.
     """
     repo_id, revision = id_and_revision(repo_id, revision)
     if offline():
@@ -163,8 +160,7 @@ def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: b
 
 
 def _at_one_commit(repo_id: str, revision: str | None, choose: Callable[[_Repository], list[str]]) -> Located:
-    """Download the files that `choose` selects from a repository, all from the commit at which the repository was
-    listed.
+    """Download the files that `choose` selects from a repository, all at the commit that was listed.
 
     The client receives the revision's name, so that its cache records which commit this revision was.
     """
@@ -253,9 +249,7 @@ class _Repository:
         """Do nothing: every file on the Hub is a regular file."""
 
     def headers(self, files: list[str]) -> dict[str, Header]:
-        """Return each shard's header: its first 8 bytes contain the header's length, then the header itself is
-        requested.
-        """
+        """Return each shard's header by two requests: first the 8 bytes with its length, then the whole header."""
         with ThreadPoolExecutor(_HEADERS_AT_ONCE, thread_name_prefix="headers") as pool:
             return dict(zip(files, pool.map(self._header, files), strict=True))
 

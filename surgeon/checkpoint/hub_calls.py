@@ -113,9 +113,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def refuse_call(error: Exception, repo_id: str, revision: str | None) -> Never:
-    """Raise BadInput with one line, including advice, for an error of the client or of a library that the client
-    uses.
-    """
+    """Raise BadInput with one line and advice for an error of the client or of a library that it uses."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, BadInput | MemoryError):

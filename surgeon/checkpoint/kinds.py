@@ -82,8 +82,7 @@ def _folder_kind(names: set[str]) -> Kind:
 
 
 def mixed_up(arguments: Sequence[Argument]) -> str:
-    """Return a question whether arguments were swapped, where in another order each would have a kind that its place
-    accepts.
+    """Return a question whether arguments were swapped, where in another order every kind would fit its place.
 
     Else return which argument is of a kind that its place never accepts; "" where all fit, or nothing is recognised.
     """

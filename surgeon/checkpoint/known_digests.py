@@ -45,7 +45,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class FileDigests:
-    """The sha256 (hex) of every tensor of a file, in the order of their bytes; tensors in `not_finite` have NaN or
+    """The sha256 (hex) of every tensor of a file, in the order of their bytes; `not_finite` names those with NaN or
     infinity.
     """
 
@@ -68,9 +68,7 @@ def known_digests(stamp: Stamp, header: Header) -> FileDigests | None:
 
 
 def keep_digests(stamp: Stamp, header: Header, found: FileDigests, *, since: int) -> None:
-    """Cache the digests of a file that was read while unchanged: it has had this `stamp` since `since`
-    (`time.time_ns`).
-    """
+    """Cache the digests of a file that had this `stamp` since `since` (`time.time_ns`) and was read after that."""
     folder = cache_folder(_KIND)
     if folder is None or since - stamp.mtime_ns < _SETTLED_NS:
         return

@@ -84,9 +84,7 @@ class Adapter:
     tensors: Mapping[str, AdapterTensor]
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the factor of the product B A at `module` (a path in the base model), with patterns matched as in
-        PEFT.
-        """
+        """Return the factor of B A at `module` (a path in the base model), with patterns matched as in PEFT."""
         alpha = matched(self.alpha_pattern, module, self.alpha, self._matcher)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -231,9 +229,7 @@ def check_adapter_files(listing: Iterable[str], shown: str, tree: Iterable[str])
 
 
 def matched(patterns: Mapping[str, float], module: str, default: float, matcher: Matcher) -> float:
-    """Return the number of the first pattern that matches a module's path or an end of it, as PEFT matches; else
-    `default`.
-    """
+    """Return the number of the first pattern that matches a module's path or its end, as in PEFT; else `default`."""
     starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
     return next((value for pattern, value in patterns.items() if matcher.whole(pattern, module, starts)), default)
 

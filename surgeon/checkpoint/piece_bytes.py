@@ -84,11 +84,10 @@ def compared(pieces: Pieces, opened: Opened, file: int, begin: int) -> Iterator[
 
 
 def copy_pieces(pieces: Pieces, opened: Opened, *, target: int, begin: int, progress: Callable[[int], None]) -> None:
-    """Copy the bytes that `pieces` describe to position `begin` of the open file `target`; the kernel copies single
-    runs.
+    """Copy the bytes that `pieces` describe to position `begin` of the open file `target`.
 
-    Bytes that no span covers are left unchanged. `progress` receives the size of every part. Raises BadInput where a
-    file ends early.
+    The kernel copies single runs. Bytes that no span covers are left unchanged. `progress` receives the size of every
+    part. Raises BadInput where a file ends early.
     """
     for band in _bands(pieces.spans):
         span, at = band[0], begin + band[0].at

@@ -22,8 +22,8 @@ _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 def open_regular(folder: Path, name: str) -> int:
-    """Return a read-only file descriptor of the regular file `name` in `folder`; `name` is relative and checked by the
-    caller.
+    """Return a read-only file descriptor of the regular file `name` in `folder`; the caller checks that `name` is
+    relative.
 
     Only regular files are opened: a FIFO would hang, and opening a device may have effects. Raises BadInput otherwise.
     """

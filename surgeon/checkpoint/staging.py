@@ -287,9 +287,7 @@ def _below(path: Path) -> list[Path]:
 
 
 def _is_as(file: Path, entry: dict[str, Any] | None, *, moved: bool = False) -> bool:
-    """Return whether a file is unchanged since the journal's `entry` was written; with `moved`, it may have been
-    renamed.
-    """
+    """Return whether a file is unchanged since the journal's `entry`; if `moved`, it may have been renamed."""
     try:
         found = os.lstat(file)
     except OSError:

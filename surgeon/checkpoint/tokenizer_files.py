@@ -54,11 +54,10 @@ class NewToken:
 
 @dataclass(frozen=True)
 class MeasuredText:
-    """How a tokenizer's growth changes a text: tokens before and after, documents tokenised as before, whitespace
-    words.
+    """The effect of a tokenizer's growth on a text: its tokens before and after, unchanged documents, words.
 
-    `use` states what the text was used for. `sha256` is the digest of its first file, or of all files one after
-    another.
+    `unchanged` counts documents that are tokenised as before; `words` are separated by white space. `use` states what
+    the text was used for. `sha256` is the digest of its first file, or of all files one after another.
     """
 
     use: str
@@ -125,9 +124,7 @@ class TokenizerJson:
 
     @property
     def byte_tokens(self) -> dict[int, int]:
-        """A map from the id of each single-byte token (`<0xC3>`) to its byte; empty where the model has no byte
-        fallback.
-        """
+        """The byte of each single-byte token (`<0xC3>`), by token id; empty where the model has no byte fallback."""
         if not self.model.get("byte_fallback"):
             return {}
         names = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -251,9 +248,7 @@ def _members_text(entries: Mapping[str, int]) -> list[str]:
 
 
 def _into_values(text: str, inserting: _Inserting) -> tuple[bytes, Places]:
-    """Insert entries at the end of the objects and lists at the given paths of a JSON text, spaced like the entries
-    before.
-    """
+    """Insert entries at the end of objects and lists in a JSON text, at the given paths, spaced like older entries."""
     # Sorted by end: an object and another object inside it may both get entries.
     found = sorted(((_value_at(text, path), entries) for path, entries in inserting), key=lambda each: each[0][1])
     parts: list[bytes] = []

@@ -122,9 +122,7 @@ def _is_shipped(config: Mapping[str, Any], listing: Mapping[str, int], source: S
 def _not_ours(
     config: Mapping[str, Any], listing: Mapping[str, int], source: Source, scripts: Iterable[str], *, ours: bool
 ) -> str:
-    """Describe the first thing in the folder that is, or leads to, code other than surgeon's; return "" if there is
-    none.
-    """
+    """Describe the first thing in the folder that is, or leads to, code other than surgeon's; "" if there is none."""
     native = composition_of(config)
     if config.get("auto_map") and (native is None or config["auto_map"] != native.auto_map):
         earlier = str(config.get("model_type")).startswith(PREFIX) and "anatomy" not in config
@@ -143,8 +141,7 @@ def _not_ours(
 
 
 def known_wrong(source: Source) -> str:
-    """Return why code that an earlier surgeon shipped fails under the installed transformers; "" if no failure is
-    known.
+    """Return why code that an earlier surgeon shipped fails under the installed transformers; "" if no reason is known.
 
     The code is only read as text.
     """
@@ -236,11 +233,10 @@ class WithoutCode:
 
 
 def without_code(config: Mapping[str, Any], source: Source, brought: Brought) -> WithoutCode:
-    """Return a folder's settings without its foreign code, as transformers reads the folder without trust: by its own
-    classes.
+    """Return a folder's settings without its foreign code, as transformers reads them without trust.
 
-    Raises ForeignCode where transformers lacks the model type or a class that the code has, or where anything else
-    leads to code.
+    Transformers then uses its own classes. Raises ForeignCode where it lacks the model type or a class that the code
+    has, or where anything else leads to code.
     """
     if not has_type(config.get("model_type")):
         raise _foreign(source.shown, brought.found)
@@ -310,7 +306,7 @@ def _mapped(content: Any) -> list[dict[str, Any]]:
 
 
 def looked_in(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return the fields in which transformers looks up a class name: config.json, overridden by the tokenizer's
+    """Return the fields in which transformers looks up class names: config.json, overridden by the tokenizer's
     settings.
 
     The model type is always config.json's.
@@ -320,8 +316,7 @@ def looked_in(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def only_in_code(settings: Any, beside: Mapping[str, Any], *, of_model: bool = False) -> str:
-    """Describe a class that an `auto_map` of the settings, at any depth, names and transformers lacks; return "" if
-    none.
+    """Describe a class that an `auto_map` in the settings, at any depth, names and transformers lacks; "" if none.
 
     Args:
         settings: Parsed JSON. An `auto_map` that is a list belongs to a tokenizer.

@@ -1,5 +1,4 @@
-"""The Hub as a destination: which files a repository holds, which files of a folder are new, and one commit to add
-them.
+"""The Hub as a destination: which files a repository holds, which of a folder's are new, and one commit for these.
 
 Uploads use huggingface_hub's own commit (Xet, else LFS). Blobs that arrived stay on the Hub, so a rerun after a failure
 sends only the missing blobs. The files of a push appear together or not at all.
@@ -50,11 +49,11 @@ class Repository:
     branches_off: bool = False
 
     def holds(self, name: str, content: Path | bytes) -> bool:
-        """Return whether the repository already has this file, byte for byte; a local file is read only where the sizes
-        agree.
+        """Return whether the repository already has this file, byte for byte.
 
-        `create_commit` also skips unchanged files, but it does not report them, it reads every file, and it sends a
-        request that a dry run must not make. A dry run shows the same list.
+        A local file is read only where the sizes agree. `create_commit` also skips unchanged files, but it does not
+        report them, it reads every file, and it sends a request that a dry run must not make. A dry run shows the same
+        list.
         """
         there = self.files.get(name)
         size = len(content) if isinstance(content, bytes) else content.stat().st_size

@@ -191,8 +191,9 @@ def _check_place(info: TensorInfo, weight_map: Mapping[str, str]) -> None:
 
 
 def _check_tensor_name(info: TensorInfo) -> None:
-    """Raise BadInput for a name that is too long or not printable: names become module paths, JSON keys and terminal
-    output.
+    """Raise BadInput for a name that is too long or not printable.
+
+    Names become module paths, JSON keys and terminal output.
     """
     if not (info.name.isprintable() and 0 < len(info.name) <= _LONGEST_NAME):
         raise BadInput(

@@ -371,9 +371,7 @@ def short() -> None:
 
 
 def _leave_ranks() -> None:
-    """End a finished process of torchrun at once: gloo's threads may outlive the interpreter, whose exit would then
-    abort.
-    """
+    """End a finished process of torchrun at once: gloo's threads may outlive the interpreter, which then aborts."""
     if Ranks.of_environment().size > 1:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -74,8 +74,7 @@ Declared = Any
 
 @dataclass(frozen=True)
 class Entry:
-    """A command: its help, the public function whose parameters are its options, and the function `run` that executes
-    it.
+    """A command: its help, the public function whose parameters are its options, and the function `run` behind it.
 
     Parameters of `run` that are `Declared`, and all in its `**given`, belong to the public function; others are the
     command's own.
@@ -135,8 +134,9 @@ class Commands(UserDict[str, Any]):
 
 
 class Group(TyperGroup):
-    """A group of commands that end every failure with one line on stderr and an exit code; their help has whole
-    summaries.
+    """A group of commands that end every failure with one line on stderr and an exit code.
+
+    Its help shows the whole summaries of commands.
     """
 
     def __init__(self, **given: Any) -> None:

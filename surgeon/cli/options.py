@@ -27,9 +27,7 @@ COMPUTED: Final = object()
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: its name, its annotation as text, whether it is keyword-only or required, and its default if
-    literal.
-    """
+    """A parameter: its name, annotation as text, whether it is keyword-only or required, and its default if literal."""
 
     name: str
     annotation: str

@@ -139,9 +139,7 @@ def _place_of(problem: ErrorDetails, data: dict[str, Any]) -> Place:
 
 @dataclass(frozen=True)
 class _Said:
-    """The texts of errors about a document, made from its schema's forms, the document, its kind, and other programs'
-    habits.
-    """
+    """The texts of errors about a document, from its schema's forms, its data, its kind, and other programs' habits."""
 
     forms: Forms
     data: Any

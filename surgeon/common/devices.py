@@ -59,10 +59,10 @@ def resolve(device: str) -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread in the block: this is faster for tiny products, above all where other processes use the
-    cores.
+    """Run torch on one thread in the block.
 
-    Results then do not depend on the number of cores either.
+    This is faster for tiny products, above all where other processes use the cores, and results then do not depend on
+    the number of cores.
     """
     import torch
 

@@ -108,10 +108,9 @@ class Ranks:
 
 
 def forget_leftovers() -> None:
-    """Remove incomplete rank variables, which no launcher set, from the environment: else the process would wait for
-    others.
+    """Remove rank variables that no launcher set for this process; with them it would wait for other processes.
 
-    Every launcher also sets where processes meet.
+    A launcher's variables always include the address where processes meet.
     """
     rank, size, address, port = (os.environ.get(name, "") for name in (*_RANK, "MASTER_ADDR", "MASTER_PORT"))
     if not (address and port and rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):

@@ -26,9 +26,7 @@ def installing(extra: str = "") -> str:
 
 
 def lacking(what: str, package: str, extra: str) -> str:
-    """Return one line that `what` needs a package that is not installed, and that `extra` of this distribution installs
-    it.
-    """
+    """Return one line that `what` needs a package that is not installed, and that `extra` installs it."""
     return f"{what} needs {package}, which is not installed; {installing(extra)}"
 
 

@@ -63,8 +63,7 @@ class Quiet:
 
 
 class _Amount(ProgressColumn):
-    """A progress column with the completed amount, the rate and the remaining time; for unknown sizes, the elapsed
-    time.
+    """A progress column with the completed amount, rate and remaining time; for unknown sizes, the elapsed time.
 
     Bytes are shown in decimal units, anything else as a count.
     """

@@ -86,9 +86,7 @@ _MODULES: dict[str, str] = {}
 
 @contextmanager
 def _of_plugin(plugin: str, what: str) -> Iterator[None]:
-    """Convert any exception of a plugin's code in this block to BadInput, except interruptions and surgeon's own
-    errors.
-    """
+    """Convert any exception of a plugin's code in this block to BadInput, except interruptions and surgeon's errors."""
     try:
         yield
     except BaseException as error:
@@ -181,9 +179,7 @@ def wrong_kind(plugin: Plugin, group: str, needed: str) -> BadInput:
 
 
 def missing_plugins(named: object) -> list[str]:
-    """Return, as printable text, the distributions of a manifest's `plugins` (name → version, unchecked) not installed
-    here.
-    """
+    """Return the distributions in a manifest's `plugins` (name → version, unchecked) not installed here, printable."""
     found = []
     for name, recorded in named.items() if isinstance(named, Mapping) else ():
         try:

@@ -121,9 +121,7 @@ class Forms:
         return _listed(list(dict.fromkeys(found)))
 
     def home_of(self, key: str) -> str | None:
-        """Return the dotted path of a key that belongs to a section, not to the document's top level; None if there is
-        none.
-        """
+        """Return the dotted path of a key that belongs to a section, not to the top level; None if there is none."""
         for section, schema in self._schema.get("properties", {}).items():
             for form in self._flat(schema):
                 if key in form.get("properties", {}):
@@ -131,9 +129,7 @@ class Forms:
         return None
 
     def _at(self, data: Any, place: Place) -> Iterator[Mapping[str, Any]]:
-        """Yield the forms of the value at `place`; forms whose fixed values contradict the surrounding data are left
-        out.
-        """
+        """Yield the forms of the value at `place`, except forms whose fixed values contradict the surrounding data."""
         forms = [form for form in self._flat(self._schema) if _agrees(form, data)]
         for step in place:
             inside = data[step] if holds(data, step) else None

@@ -76,7 +76,7 @@ class FittedTable:
             yield from self._named(shown, options.max_width)
 
     def _shown(self) -> list[int]:
-        """Return the columns that are not empty in every row."""
+        """Return the columns that have content in some row."""
         return [
             number
             for number in range(len(self._columns))

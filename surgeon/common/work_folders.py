@@ -27,9 +27,7 @@ _LOCK_ATTEMPTS = 20
 
 
 def work_folder(target: Path, what: str) -> Path:
-    """Return the folder in which surgeon makes `target`: next to it, or inside if `target` was a folder before work
-    began.
-    """
+    """Return the folder in which surgeon makes `target`: next to it, or inside if it was a folder before work began."""
     target = target if target.name else target.absolute()
     beside = target.with_name(f".{target.name}.{what}")
     inside = target.is_dir() and not target.is_symlink() and not os.path.lexists(beside)
@@ -60,8 +58,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def write_durably(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
-    """Replace the file at `path` by `content`, whole or in pieces; at every moment the file has the old or the new
-    content.
+    """Replace the file at `path` by `content`, whole or in pieces; it has the old or the new content at every moment.
 
     Raises BadInput where the path is no file (a folder, a device), and where another process is writing it.
     """

@@ -28,8 +28,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts encoded for a checkpoint: the `ids` of each, the `most` tokens of its answer, and `ends`, which end an
-    answer.
+    """Prompts encoded for a checkpoint: the `ids` of each, the `most` tokens of its answer, and tokens that end it
+    (`ends`).
 
     With `chat`, each prompt is a user's turn rendered by the chat template, else a text to continue.
     """

@@ -30,9 +30,7 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, the number of the text (0 or 1) of each token (None: the model does not use it), and the label's
-    number.
-    """
+    """Token ids, for each the number of its text (0 or 1; None: the model does not use it), and the label's number."""
 
     ids: list[int]
     types: list[int] | None
@@ -86,9 +84,7 @@ class ExampleEncoder:
         )
 
     def _check_pairs(self, name: str) -> None:
-        """Raise BadInput where the tokenizer puts no separator between two texts, so that no model could tell them
-        apart.
-        """
+        """Raise BadInput where the tokenizer puts no separator between two texts: no model could tell them apart."""
         if self._joins is None:
             ids, types = self.tokenizer.example(_FIRST, _SECOND, 2**16)
             special = set(self.tokenizer.all_special_ids) - set(self._alone(_FIRST)) - set(self._alone(_SECOND))
@@ -147,10 +143,9 @@ def _labelled(documents: Corpus, number: int) -> Labelled:
 
 
 def batch_of_examples(examples: Sequence[Example], *, pad: int) -> dict[str, Tensor]:
-    """Return `input_ids`, `attention_mask`, `token_type_ids` if used (examples, longest), `labels` (examples); all
-    int64.
+    """Return a batch of int64 tensors: `input_ids`, `attention_mask`, `token_type_ids` if used, and `labels`.
 
-    Shorter examples are padded at the end.
+    `labels` has the shape (examples), the others (examples, longest). Shorter examples are padded at the end.
     """
     import torch
 

@@ -60,9 +60,7 @@ class _Reader:
         self.line = 1
 
     def _more(self) -> bool:
-        """Read as many bytes as are in memory already, which are the beginning of one value; False at the end of the
-        file.
-        """
+        """Read more, at least as much as is in memory (the beginning of one value); return False at the file's end."""
         self._check_length(len(self._held))
         found = self._file.read(max(_PIECE, len(self._held)))
         self._held += found

@@ -57,9 +57,7 @@ def said_in(document: Document) -> list[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The keys that contain a document, keys that may accompany them, and a function that reads the document of an
-    entry.
-    """
+    """The keys that contain a document, keys that may accompany them, and a function that reads the document."""
 
     needs: tuple[str, ...]
     may: tuple[str, ...]
@@ -67,9 +65,7 @@ class Layout:
 
 
 def _said(key: str, spec: RowsSpec) -> Layout:
-    """Return the layout of a text under `key`, with its label for the kind `labels`; without a kind, messages are
-    accepted.
-    """
+    """Return the layout of a text under `key`: with a label for the kind `labels`; without a kind, also of messages."""
 
     def read(entry: Mapping[str, Any], where: str) -> Document:
         if spec.kind is None and _has_messages(entry[key]):
@@ -88,11 +84,10 @@ def _listed(key: str) -> Layout:
 
 
 def _answered(asks: str, answers: str, more: Sequence[str] = ()) -> Layout:
-    """Return the layout of a question and an answer: texts, or lists of messages; the question's never count, as in
-    TRL.
+    """Return the layout of a question and an answer: texts, or lists of messages.
 
-    The value under a `more` key (Alpaca's `input`) is appended to the question after an empty line. Earlier turns are
-    under `history`.
+    The question's messages never count, as in TRL. The value under a `more` key (Alpaca's `input`) is appended to the
+    question after an empty line. Earlier turns are under `history`.
     """
 
     def read(entry: Mapping[str, Any], where: str) -> Chat:

@@ -31,9 +31,7 @@ Packing = Literal["isolated", "joined"]
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Token ids, labels and positions (each a list of the same length), and the number of the domain of their
-    source.
-    """
+    """Token ids, labels and positions (lists of the same length), and the number of their source's domain."""
 
     ids: list[int]
     labels: list[int]
@@ -42,11 +40,11 @@ class PackedSequence:
 
 
 class Packer:
-    """A packer that cuts a run of documents into sequences of `length` tokens; a document's rest continues in the next
-    one.
+    """A packer that cuts a run of documents into sequences of `length` tokens.
 
-    `isolated`: positions begin at 0 with every document, which lets attention keep documents apart, and the first token
-    of a document is not predicted from the document before. `joined`: documents follow each other as one text.
+    A document that does not fit continues in the next sequence. `isolated`: positions begin at 0 with every document,
+    which lets attention keep documents apart, and the first token of a document is not predicted from the document
+    before. `joined`: documents follow each other as one text.
     """
 
     def __init__(self, length: int, packing: Packing, domain: int) -> None:
@@ -266,8 +264,9 @@ def _numbers(first: int, count: int) -> Tensor:
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:
-    """Return `input_ids`, `labels`, `position_ids` (sequences, length), `domain_ids` (sequences) if asked for; all
-    int64.
+    """Return a batch of int64 tensors: `input_ids`, `labels`, `position_ids`, and `domain_ids` if `domains` is set.
+
+    `domain_ids` has the shape (sequences), the others (sequences, length).
     """
     import torch
 
@@ -284,9 +283,7 @@ def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> di
 def held_out(
     documents: Corpus, numbers: Sequence[int], encoder: Encoder, packer: Packer, *, most: int
 ) -> list[PackedSequence]:
-    """Return at most `most` full sequences from the documents `numbers`, in order; one shorter sequence if none is
-    full.
-    """
+    """Return at most `most` full sequences from the documents `numbers`, in order; if none is full, a shorter one."""
     found: list[PackedSequence] = []
     for number in numbers:
         encoded = encoder.encode(documents.read(int(number)))
@@ -305,8 +302,7 @@ def held_out(
 
 
 def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of documents to train on and to hold out; held-out documents are the same for every seed of
-    the run.
+    """Return the numbers of documents to train on and to hold out; the choice does not depend on the run's seed.
 
     Where `share` is above 0, at least one is held out and at least one is left. Raises BadInput for a single document.
     """

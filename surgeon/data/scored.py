@@ -130,8 +130,7 @@ def divergence(
     batch: int = 8,
     advance: Callable[[int], None] = lambda _sequences: None,
 ) -> Scores:
-    """Return scores with KL(base ‖ model) instead of the loss, in nats per token; a guess is right where both guess
-    alike.
+    """Return scores with KL(base ‖ model) in nats per token instead of the loss; `right` counts equal guesses.
 
     Both models are loaded and use the same tokens; where a vocabulary grew, only the base's tokens count.
     """

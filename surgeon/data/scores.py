@@ -153,8 +153,8 @@ class Judged:
 
     @property
     def f1(self) -> float | None:
-        """F1 of the second of two labels, 2 TP / (2 TP + FP + FN), as in GLUE; None for more labels, or where it is 0 /
-        0.
+        """F1 of the second of two labels, 2 TP / (2 TP + FP + FN), as in GLUE; None for more labels, or where it is
+        0/0.
 
         Wang et al. 2018, section 3.2 (MRPC, QQP).
         """
@@ -166,8 +166,7 @@ class Judged:
 
     @property
     def matthews(self) -> float | None:
-        """Matthews' correlation coefficient (Gorodkin's R_K for more than two labels); None where only one label
-        occurs.
+        """Matthews' correlation coefficient (Gorodkin's R_K for more than two labels); None if only one label occurs.
 
         (c s − Σ p_k t_k) / √((s² − Σ p_k²)(s² − Σ t_k²)), with s examples, c of them right, p_k predictions and t_k
         expectations of label k (Gorodkin 2004).

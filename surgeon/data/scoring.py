@@ -34,8 +34,7 @@ _LOGITS_BYTES = 2**30
 
 
 def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
-    """Cut each document into windows of at most `length` tokens; each window begins with the last token of the one
-    before.
+    """Cut each document into windows of at most `length` tokens; windows overlap by one token.
 
     So every token but a document's first is predicted exactly once, only from the tokens of its window. Documents are
     not packed together: attention implementations that cannot keep them apart, and routers that average over a
@@ -162,8 +161,9 @@ def _by_token(
 
 
 def _apart(logits: Tensor, others: Tensor) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return for every token but a sequence's first KL(others ‖ logits) over the shared vocabulary; whether both guess
-    alike.
+    """Return, for every token but a sequence's first, KL(others ‖ logits), and whether both models guess alike.
+
+    Only the tokens in both vocabularies count.
     """
     words = min(logits.shape[-1], others.shape[-1])
     apart: list[Tensor] = []

@@ -91,9 +91,7 @@ def _delta(
 
 
 def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
-    """Return the Hub id of the nearest base that came from the Hub; for bases that were folders, the id in the base's
-    card.
-    """
+    """Return the Hub id of the nearest base from the Hub; where bases were folders, the id in the base's card."""
     if metadata.base_model is not None and manifest.base.revision is None:
         return metadata.base_model
     nearest = [(manifest.base.id, manifest.base.revision)]
@@ -407,7 +405,7 @@ def _license(metadata: Metadata) -> str:
 
 
 def _papers(manifest: Manifest) -> str:
-    """Return the papers behind the operations of all surgeries."""
+    """Return the card's section with the papers behind all operations."""
     done: list[tuple[str, list[str]]] = []
     for known in (*manifest.lineage, manifest):
         made = [layer for layer in known.layers if layer.base is None]

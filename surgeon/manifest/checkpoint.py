@@ -133,7 +133,7 @@ class Checkpoint:
         return template_of(self.folder)
 
     def linear_modules(self) -> tuple[list[str], str]:
-        """Return the attention and FFN modules that a LoRA can adapt, as names for `targets`, and one matrix that it
+        """Return the attention and FFN modules that a LoRA can adapt, as `targets` names, and one matrix that it
         cannot.
 
         Names are paths within a layer, in the layers' order. The second result is empty where `targets: all` would do.
@@ -221,8 +221,7 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a checkpoint: a folder, or `user/name` (`user/name@revision`) on the Hub, which is downloaded where
-    necessary.
+    """Open a checkpoint: a folder, or `user/name[@revision]` on the Hub, downloaded where necessary.
 
     Headers, config and surgery.json are read and checked, weights are not. Code in the folder is refused without
     `trust_remote_code`. Raises BadInput, in one line, for the first thing that is missing or wrong.

@@ -73,8 +73,7 @@ class Lineage:
         return layers
 
     def places(self, number: int, names: Iterable[str]) -> dict[str, str]:
-        """Map tensors of state `number` to their names in the output; tensors in several places, or in none, are left
-        out.
+        """Map tensors of state `number` to their names in the output, except tensors in several places or in none.
 
         Raises BadInput.
         """
@@ -86,8 +85,8 @@ class Lineage:
         return places
 
     def state(self, number: int | None, out: CheckpointFolder) -> State:
-        """Return state `number` of the output in the folder `out` (None: the state before its last surgery), from
-        headers.
+        """Return state `number` of the output in the folder `out`, from headers (None: the state before its last
+        surgery).
 
         Raises BadInput where there is no such state, or headers and digests show that the output no longer contains it.
         """

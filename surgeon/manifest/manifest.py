@@ -206,9 +206,7 @@ class TrainedTensor(Entry):
 
 
 class AdapterEntry(Entry):
-    """The PEFT adapter in `adapter/`, whose product B A is already merged into the trained tensors: its config and
-    tensors.
-    """
+    """The PEFT adapter in `adapter/`, whose product B A is already merged into the trained tensors."""
 
     config: Sha256
     tensors: dict[str, StoredTensor]
@@ -258,9 +256,7 @@ class ModelEntry(Entry):
 
 
 class FitEntry(Entry):
-    """How well a network that predicts matrices fits the matrices in its training data
-    (`surgeon.writing.prediction.Fit`).
-    """
+    """How well a network that predicts matrices fits its training matrices (`surgeon.writing.prediction.Fit`)."""
 
     explained: Annotated[float, Field(le=1, allow_inf_nan=False)]
     cosine: Annotated[float, Field(allow_inf_nan=False)]
@@ -318,9 +314,7 @@ class Surgery(Entry):
 
     @property
     def own(self) -> dict[str, Any]:
-        """The fields of this surgery only, unchanged; fields that are newer than the manifest's writer are not
-        included.
-        """
+        """The fields of this surgery only, unchanged, without fields that are newer than the manifest's writer."""
         return {name: getattr(self, name) for name in Surgery.model_fields if name in self.model_fields_set}
 
     @property

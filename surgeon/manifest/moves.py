@@ -26,9 +26,7 @@ def boxes_of(pieces: Pieces, shape: Sequence[int], bits: int) -> tuple[Box, ...]
 
 
 def _box(span: Span, shape: Sequence[int], bits: int) -> Box:
-    """Return the box of a tensor that a span covers: each run is a slice of one axis, and the runs are rows of earlier
-    axes.
-    """
+    """Return the box that a span covers: each run is a slice of one axis, and the runs are rows of earlier axes."""
     for axis in range(len(shape)):
         width = max(1, math.prod(shape[axis + 1 :]) * bits // 8)
         (row, first), count = divmod(span.at // width, shape[axis]), span.length // width
@@ -93,9 +91,7 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
 
 
 def _at_home(manifest: Surgery, homes: Mapping[str, str]) -> dict[str, str]:
-    """Return the base's tensors that the output has unchanged at their own names: not absorbed by, or replaced with,
-    others.
-    """
+    """Return the base tensors that stay unchanged under their own names: neither absorbed nor replaced by others."""
     taken_in = {
         source
         for name, each in manifest.new_tensors.items()
@@ -133,9 +129,7 @@ def homes_of(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_F
 
 
 def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[int, int]:
-    """Return the layer map extended by the base's layers above its stack, which predict further tokens; they stay on
-    top.
-    """
+    """Return the layer map extended by the base's layers above its stack (multi-token prediction), which stay above."""
     numbers = {index for _, index, _ in places_of(manifest.base.tensors).values()}
     grown = len(manifest.layers) - manifest.base.layers
     return dict(layers) | {index: index + grown for index in numbers if index >= manifest.base.layers}

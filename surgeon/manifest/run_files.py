@@ -100,9 +100,7 @@ def _in(out: CheckpointFolder, folder: str, ending: str) -> list[str]:
 
 
 def add_record(run: Path, text: str) -> None:
-    """Write `continual.json` into an output of surgeon and its digest into surgery.json, so that checks know the
-    file.
-    """
+    """Write `continual.json` into an output and its digest into surgery.json, so that checks know the file."""
     write_durably(run / RECORD_FILE, text)
     manifest = written_manifest(run)
     files = manifest.files | {RECORD_FILE: hashlib.sha256(text.encode()).hexdigest()}

@@ -123,9 +123,7 @@ def trainable_set(
 
 
 def _whole(out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy: Anatomy) -> TrainableSet:
-    """Return all tensors, the base's own, or those of layers; tensors that the model does not compute with are left
-    out.
-    """
+    """Return all tensors, the base's own, or those of layers, as far as the model computes with them."""
     added = _all_added(out, manifest)
     # Layers above the stack, which predict further tokens, and tensors without a place in the model are not run.
     idle = {*anatomy.idle, *(info.name for layer in anatomy.beyond for info in layer.values())}
@@ -255,8 +253,9 @@ def _added(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSe
 
 
 def _fitted(manifest: Manifest) -> tuple[str, ...]:
-    """Return the tensors that the last surgery's first run fits; later runs keep them, as other tensors trained with
-    them.
+    """Return the tensors that the last surgery's first run fits; later runs keep them fixed.
+
+    The other tensors were trained with the fitted values, so these must not change.
     """
     fits = {number for number, operation in enumerate(manifest.operations) if operation.trains == "fitted"}
     done = {name for run in manifest.training for name in run.tensors}

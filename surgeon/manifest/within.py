@@ -102,8 +102,7 @@ def _untied(state: State) -> dict[str, str]:
 
 
 def _grafts_are_old(manifest: Manifest, inserted: Collection[int], shown: str) -> bool:
-    """Return whether all grafts on layers not inserted by the last surgery are of earlier ones; False without any
-    grafts.
+    """Return whether all grafts on layers not inserted by the last surgery are older than it; False without grafts.
 
     Raises BadInput where only some are new.
     """

@@ -83,8 +83,7 @@ def apply_delta(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> AppliedDelta:
-    """Apply `delta` (a folder, or `user/name[@revision]`) to `base`; `out` becomes the output from which the delta was
-    made.
+    """Apply `delta` (a folder, or `user/name[@revision]`) to `base`; this restores the delta's output as `out`.
 
     Every tensor of `base`, the base of the last surgery, is compared with its digest in the manifest, and every tensor
     and file of the delta with its own digest; the manifest must agree with what its plan makes of `base`. Raises
@@ -210,9 +209,7 @@ def _beside(delta: Delta, file: str, in_base: Mapping[str, Copy], copies: Mappin
 
 
 def _copy_beside(delta: Delta, name: str, in_base: Mapping[str, Copy]) -> Copy:
-    """Return the source of a tensor next to the weights: the delta's tensor, else the base's tensor that its name
-    refers to.
-    """
+    """Return the source of a tensor next to the weights: the delta's tensor, else the base tensor that it refers to."""
     if name in delta.tensors:
         return Copy.of(delta.tensors[name])
     place = name_of_kept(name)

@@ -1,5 +1,4 @@
-"""`surgeon delta`: write the tensors and files of an output that its base lacks, with an index for putting both
-together.
+"""`surgeon delta`: write the tensors and files of an output that its base lacks, with an index to restore it.
 
 The base of a delta is the base of the output's last surgery. A delta contains every tensor that differs from that
 base's, byte for byte, and the small files. DELTA_FILE lists what the delta contains and what the base provides, by
@@ -332,9 +331,7 @@ def _brought(manifest: Manifest) -> dict[str, StoredTensor]:
 def _shards(
     out: CheckpointFolder, base_at: Mapping[str, StoredTensor], digests: Mapping[str, str]
 ) -> tuple[Shard, ...]:
-    """Return the shards of the delta: the output's tensors that the base does not provide, grouped by the output's
-    shards.
-    """
+    """Return the delta's shards: the output's tensors that the base does not provide, grouped by output shard."""
     own = {
         file: kept
         for file, infos in sorted(in_order(out).items())
@@ -387,9 +384,7 @@ _TERMS = re.compile(r"(LICENSE|LICENCE|NOTICE|USE_POLICY).*")
 def _side_files(
     out: CheckpointFolder, base: CheckpointFolder | None, manifest: Manifest, files: dict[str, bytes]
 ) -> dict[str, str]:
-    """Return the digests of side files that the base provides; the others, licence terms included, are added to
-    `files`.
-    """
+    """Return the digests of side files that the base provides; add the others, licence terms included, to `files`."""
     from_base: dict[str, str] = {}
     # A training run with a `chat_template` has written this file itself.
     named = any(run.config.get("chat_template") for run in manifest.training)

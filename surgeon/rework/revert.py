@@ -89,14 +89,14 @@ def revert(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reverted:
-    """Write the state of `out` after `to` of its surgeries into the new folder `dest` (None: before the last one; 0:
-    base).
+    """Write the state of `out` after `to` of its surgeries into the new folder `dest`.
 
-    A surgery is one applied plan. Every tensor of that state is restored byte for byte under its earlier name, with its
-    config.json, manifest and code. New tensors of the remaining surgeries have the values that the next surgery found,
-    so training in between is kept. Side files of `out` are copied where they equal the state's. Raises BadInput, and
-    `dest` stays absent, where a tensor has changed since (trained, edited, merged away) or the manifest was edited.
-    With `link`, shards of that state that `out` has unchanged are hard-linked and become read-only (`apply`).
+    With `to` None this is the state before the last surgery, with 0 the first base. A surgery is one applied plan.
+    Every tensor of that state is restored byte for byte under its earlier name, with its config.json, manifest and
+    code. New tensors of the remaining surgeries have the values that the next surgery found, so training in between is
+    kept. Side files of `out` are copied where they equal the state's. Raises BadInput, and `dest` stays absent, where a
+    tensor has changed since (trained, edited, merged away) or the manifest was edited. With `link`, shards of that
+    state that `out` has unchanged are hard-linked and become read-only (`apply`).
 
     Only the manifest of `out` describes the state, and whoever writes an output can make it describe any state. With
     `base`, the folder of the state itself, or `base_digest`, which `apply` showed when it operated on the state,

@@ -39,8 +39,8 @@ class Parcel:
         return tuple(name for name, content in self.files.items() if not there.holds(name, content))
 
     def uploads(self, there: Repository, missing: Collection[str]) -> tuple[Upload, ...]:
-        """Return each file with its size and state; `missing` are the names that the repository lacks or has with other
-        content.
+        """Return each file with its size and state; `missing` are the names that are absent or different in the
+        repository.
         """
         return tuple(
             Upload(name, size, "there" if name not in missing else "changed" if name in there.files else "new")

@@ -219,8 +219,7 @@ class _Request:
         )
 
     def _checked(self, folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> _Checked:
-        """Verify the output against its base, logits included, where the base is available; else against its own
-        manifest.
+        """Verify the output against its base, logits included, if the base is available; else against its own manifest.
 
         Raises BadInput where a promise does not hold, unless `force` is set.
         """
@@ -282,9 +281,7 @@ def hold_output(held: HeldFolder, *, trust_remote_code: bool, beside: bool = Fal
 def find_base(
     manifest: Manifest, base: str | Path | None, listener: Listener, *, download: bool
 ) -> tuple[Path | None, str | None]:
-    """Return the base to check against, or None and the reason: the given base, else the manifest's, if it is
-    available.
-    """
+    """Return the base to check against, or None and the reason: the given base, else the manifest's if available."""
     if base is not None:
         return Path(base), None
     named, revision = manifest.base.id, manifest.base.revision

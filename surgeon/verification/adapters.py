@@ -58,8 +58,7 @@ def compare_with_peft(
     *,
     device: str,
 ) -> tuple[Check, LogitComparison]:
-    """Return a check that the output computes what base and adapters compute in float32, and the comparison of their
-    logits.
+    """Check that the output computes what base plus adapters compute in float32; return the check and the comparison.
 
     Weights are used as stored, so the difference is the loss by their rounding. It is measured relative to the base's
     own distance from base plus adapters.

@@ -261,10 +261,10 @@ def _check_card(manifest: Manifest, out: CheckpointFolder, metadata: Metadata) -
 
 
 def check_beside(out: CheckpointFolder, more: Iterable[str] = ()) -> Check:
-    """Check that the folder contains nothing that loaders read and surgeon never writes: adapters, other weights,
-    `generate`.
+    """Check that the folder contains nothing that loaders read and surgeon never writes.
 
-    `more` are files of kinds that surgeon writes, but did not write here.
+    Such files are adapters, other weights, and code that replaces `generate`. `more` are files of kinds that surgeon
+    writes, but did not write here.
     """
     found = strays(out.source.listing(), out.shards)
     wrong = [f"{printable(name)} ({does})" for name, does in found.items()]

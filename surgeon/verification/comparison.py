@@ -49,9 +49,7 @@ class Comparison(Protocol):
 
     @property
     def apart(self) -> tuple[float, float] | None:
-        """The base's and the output's mean loss at the other positions; None where no such position has a next
-        token.
-        """
+        """The base's and the output's mean loss at the other positions; None if no such position has a next token."""
 
     @property
     def max_abs_difference(self) -> float:

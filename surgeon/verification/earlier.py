@@ -59,8 +59,7 @@ def check_earlier(
     *,
     advance: Callable[[int], None],
 ) -> list[Check]:
-    """Check an output of several surgeries against an earlier state, for example the first base of a model with many
-    tasks.
+    """Check an output of several surgeries against an earlier state, for example its first base.
 
     The plans of all surgeries since then are drawn again, each on the result of the one before. Training in between is
     known only from the manifests. `advance` receives the count of bytes read (base and output together).
@@ -189,9 +188,7 @@ def redrawn(
 
 
 def _unchanged(output: Output, base: Mapping[str, TensorInfo]) -> str | None:
-    """Return the base tensor that an output equals and that stays fixed while new tensors train; None where there is
-    none.
-    """
+    """Return the base tensor that an output equals and that stays fixed in training; None if there is none."""
     of = copy_of(output, base) if output.kept.covered else None
     return of if of is not None and base[of].shape == output.recipe.shape else None
 

@@ -242,8 +242,9 @@ def _adapter(entry: AdapterEntry, out: CheckpointFolder) -> Check:
 def check_new_tensors(
     blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, folder: CheckpointFolder, out: Mapping[str, str]
 ) -> list[Check]:
-    """Check the constants that keep new layers silent, the plan's other constants, and computed tensors; `out` are
-    digests.
+    """Check the constants that keep new layers silent, the plan's other constants, and computed tensors.
+
+    `out` are the output's digests.
     """
     return [
         _silence(blueprint, manifest, anatomy, folder, out),

@@ -62,9 +62,7 @@ class Verification:
 
     @property
     def bounded(self) -> bool | None:
-        """Whether new tokens raise no old token's loss by more than the promise, at any position; None without new
-        tokens.
-        """
+        """Whether new tokens raise no old token's loss by more than promised, anywhere; None without new tokens."""
         return all(each.kept for each in self.grown.values()) if self.grown else None
 
     @property

@@ -256,9 +256,7 @@ class _Comparer:
         return compare_outputs(base, out, self.tokens.ids, auto=auto, dtype=dtype, device=self.device)
 
     def _loaded(self, dtype: str) -> tuple[Any, Any]:
-        """Load both models; where tokens were removed, restrict the base to the ids and logits of the tokens that
-        remain.
-        """
+        """Load both models; where tokens were removed, restrict the base to the ids and logits of the other tokens."""
         from surgeon.models.compare import load_pair, trim_logits
 
         loaded = load_pair(self.pair.base, self.pair.out, dtype=dtype, device=self.device)

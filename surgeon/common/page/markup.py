@@ -17,8 +17,9 @@ Value = Markup | str | int | float | bool | None
 
 
 def text(words: Any) -> Markup:
-    """Return escaped plain text, with invisible and control characters made visible; markup is unchanged, None becomes
-    "".
+    """Return escaped plain text, with invisible and control characters made visible.
+
+    Markup is unchanged; None becomes "".
     """
     if isinstance(words, Markup):
         return words

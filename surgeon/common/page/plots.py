@@ -213,9 +213,7 @@ class _Labels:
         return el("text", words, title, x=x, y=y + 3.5, class_=f"name {one.classes}")
 
     def _places(self, wanted: float) -> Iterator[float]:
-        """Yield heights by distance from the wanted one, and in the end heights below the frame, so that a name always
-        fits.
-        """
+        """Yield heights by distance from the wanted one, then heights below the frame, so that a name always fits."""
         top, bottom = _TOP, self._frame.bottom - 4
         for step in range(int(bottom - top) + 1):
             yield from (y for y in (wanted - step, wanted + step) if top <= y <= bottom)
