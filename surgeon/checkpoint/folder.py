@@ -40,7 +40,7 @@ from surgeon.grafts.bundle import CODE_FILE
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 CARD_FILE = "README.md"
-# The measurements of a continual run (surgeon/continual).
+# The measurements of a continual run (surgeon/lab/courses).
 RECORD_FILE = "continual.json"
 # Marks a folder that lacks its base's tensors (surgeon/rework/make_delta.py).
 DELTA_FILE = "delta.json"

@@ -37,7 +37,7 @@ class Parameter:
 
 
 def parameters_of(module: str, function: str) -> list[Parameter]:
-    """Return the parameters of a function of surgeon, in order; `module` is its name in `surgeon` (`apply.preview`)."""
+    """Return the parameters of a function of surgeon, in order; `module` is its name in `surgeon` (`writing.apply`)."""
     source = pkgutil.get_data("surgeon", f"{module.replace('.', '/')}.py")
     assert source is not None
     # Take the last definition: overloads for type checkers come before it.

@@ -23,9 +23,7 @@ class Check:
 
     @classmethod
     def of(cls, name: str, wrong: Collection[str], broken: str, kept: str) -> Check:
-        """Return a failed check with the text `broken` and the `wrong` names, if any; else a holding one, with
-        `kept`.
-        """
+        """Return a failed check with the text `broken` and the `wrong` names, if any; else one that holds (`kept`)."""
         return cls(name, not wrong, f"{broken}: {some(wrong)}" if wrong else kept)
 
 

@@ -157,7 +157,7 @@ def _opened(message: Any) -> Any:
 
 
 def is_sharded(model: Any) -> bool:
-    """Return whether FSDP2 distributed the model's parameters over the processes (train/processes/sharding.py)."""
+    """Return whether FSDP2 distributed the model's parameters over the processes (training/processes/sharding.py)."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)

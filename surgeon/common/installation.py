@@ -53,7 +53,7 @@ def clash(package: Path = _PACKAGE) -> str | None:
 def untested(package: str) -> str | None:
     """Return one line where the installed version of a package is above the range that this distribution requires.
 
-    The range ends with the newest version with which the tests have passed. None where the package is not installed.
+    The range ends with the newest version with which the tests have passed. None where one of the two is not installed.
     """
     try:
         asked = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]

@@ -41,7 +41,9 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def passed_over(model: Any) -> Callable[[str], bool]:
-    """Return a predicate on tensor names: whether transformers ignores the tensor on loading, as old buffers."""
+    """Return a predicate on tensor names: whether transformers ignores the tensor on loading, as it does with old
+    buffers.
+    """
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     # These two patterns are as in transformers' `_adjust_missing_and_unexpected_keys`; nearly every model has them.
     buffers = [name for name, _ in model.named_buffers()]

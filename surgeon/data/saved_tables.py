@@ -27,9 +27,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def check_saved(folder: Path) -> None:
-    """Raise BadInput where a saved folder, or a split of it, names files outside it, or files with compressed
-    columns.
-    """
+    """Raise BadInput where a saved folder, or a split of it, names files outside it or with compressed columns."""
     if not (folder / DICT_FILE).is_file():
         arrow_files(folder)
         return

@@ -68,7 +68,7 @@ class AppliedDelta:
 
         Keys:
             `path`, `base`, `tensors`, `whole`, `bytes`, `moved`, `seconds`: the output; its base; tensors of the delta
-                and of the whole; the rest as of `apply`
+                and of the whole; the rest as in `apply`
         """
         return plain_fields(self, without=("manifest",))
 

@@ -229,8 +229,8 @@ class MadeDelta:
         Keys:
             `out`, `path`, `base`, `revision`: the output; its delta; the base that it needs
             `tensors`, `whole`, `bytes`, `whole_bytes`: in the delta, and in the whole output
-            `from_base`, `beside`, `seconds`: side files that come from the base; folders beside the weights that the
-                delta includes (`base-tensors`, `adapter`); by stage
+            `from_base`, `beside`, `seconds`: side files that come from the base; folders next to the weights that the
+                delta includes (`base-tensors`, `adapter`); seconds by stage
         """
         return plain_fields(self)
 

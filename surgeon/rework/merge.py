@@ -35,7 +35,7 @@ class Merged:
 
         Keys:
             `applied`: the keys of `apply`
-            `measured`: the keys of `verify`: the merged model against the one with branches; null: of an adapter
+            `measured`: the keys of `verify`: the merged model against the one with branches; null for an adapter
         """
         return plain_fields(self)
 

@@ -37,7 +37,7 @@ class Refreshed:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `before`, `now`, `checks`: OUT; sha256 of its code before and now; what was checked of the rest
+            `path`, `before`, `now`, `checks`: OUT; sha256 of its code before and now; the checks of the rest
         """
         return plain_fields(self)
 

@@ -71,7 +71,7 @@ class Reverted:
             `path`, `to`, `surgeries`, `base`, `undone`: the new folder; surgeries that are left, of how many; the
                 restored state's name; the operations of each surgery that was undone
             `tensors`, `dropped`, `bytes`, `moved`, `left_behind`, `seconds`: what was written and what was not; `moved`
-                as of `apply`
+                as in `apply`
             `digest`, `checked_against`: the state's digest; what it was compared with: `base`, `base_digest`, both, or
                 nothing (then it is only OUT's own statement)
         """

@@ -86,11 +86,11 @@ class Pushed:
         Keys:
             `path`, `repo_id`, `revision`, `url`, `pull_request`: the output; the repository; the branch (null: main);
                 its address; the pull request's address (null: none)
-            `dry_run`, `delta`: true if nothing was sent; true if only what the base lacks was
+            `dry_run`, `delta`: true if nothing was sent; true if only the part that the base lacks was sent
             `files`: each with `name`, `bytes`, `state`: `new`, `changed`, or `there` (not sent again)
             `stale`, `left_behind`: files removed from the repository; files of the folder that were not sent
             `checks`, `verification`, `no_base`: checks by the output's own manifest, each with `name`, `holds`,
-                `detail`, `note`; or the keys of `verify` against its base (null: not found, and `no_base` says why)
+                `detail`, `note`; or the keys of `verify` against its base (null: not found; `no_base` is the reason)
             `license`, `commit`: the card's; the hash to pin (null: a dry run)
         """
         return plain_fields(self)
