@@ -60,7 +60,7 @@ class Span:
         return one if self.count == 1 or self.step == self.every == self.length else self
 
     def turned(self, holder: str) -> Span:
-        """Return the inverse span: this span's bytes, read from their holding tensor `holder`, at their places in
+        """Return the inverse span: this span's bytes, read from `holder`, which holds them, at their places in
         `tensor`.
         """
         return Span(holder, self.at, self.length, self.offset, self.count, self.every, self.step)

@@ -44,6 +44,9 @@ def start_python(
 
 
 def _safe(environment: "Mapping[str, str]") -> dict[str, str]:
-    """Return the environment variables for this; an empty PYTHONPATH is left out."""
+    """Return the environment variables that keep the working directory off a Python process's path.
+
+    An empty PYTHONPATH is left out.
+    """
     kept = [entry for entry in environment.get(_PATH, "").split(os.pathsep) if entry]
     return {_SAFE: "1", **({_PATH: os.pathsep.join(kept)} if _PATH in environment else {})}

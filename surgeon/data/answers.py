@@ -28,10 +28,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts encoded for a checkpoint: the `ids` of each, the `most` tokens of its answer, and tokens that end it
-    (`ends`).
+    """Prompts encoded for a checkpoint: the `ids` of each, the `most` tokens of its answer, and what `ends` it.
 
-    With `chat`, each prompt is a user's turn rendered by the chat template, else a text to continue.
+    `ends` are token ids. With `chat`, each prompt is a user's turn rendered by the chat template, else a text to
+    continue.
     """
 
     ids: tuple[list[int], ...]

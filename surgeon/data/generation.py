@@ -77,7 +77,7 @@ class Prompter:
         return (before, behind) if found else None
 
     def end_of_turn(self, turns: list[dict[str, str]]) -> set[int] | None:
-        """Return the special token with which the template ends the words; an empty set where there is none.
+        """Return the special token with which the template ends the words, as a set; an empty set where there is none.
 
         None where the template does not write the words unchanged.
         """

@@ -146,8 +146,8 @@ def pieces_of(batch: Any, where: str, first: int = 0) -> Iterator[tuple[int, int
     """Yield (begin, end) of runs of rows of a `pyarrow.RecordBatch` that each take little memory as Python values.
 
     The first row has the number `first`. Raises BadInput (prefix `where`) for a row larger than a document may be and
-    for a column whose type cannot contain texts; pyarrow's errors or ValueError for damaged columns, as far as the
-    file's reader left any.
+    for a column whose type cannot contain texts, and pyarrow's errors or ValueError for damage that the file's reader
+    missed.
     """
     pieces = np.cumsum(check_sizes(batch, where, first)) // _PIECE
     return pairwise([0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), batch.num_rows])

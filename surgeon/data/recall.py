@@ -129,7 +129,7 @@ def recall(
     question and an answer. The file `to`.recall next to it contains the model's digest and all settings.
 
     Args:
-        base: The model: a folder, an output of surgeon too, or a Hub id.
+        base: The model: a folder (also an output of surgeon) or a Hub id.
         tokens: The least number of tokens to write.
         to: The new .jsonl file.
         prompts: The beginning of a document: `begin` (the begin-of-text token), `template` (the bare chat template), or

@@ -152,7 +152,10 @@ class Writer:
         )
 
     def _end_of(self, turns: list[dict[str, str]], whose: str) -> set[int]:
-        """Return the token with which the template ends the words in these turns."""
+        """Return the token with which the template ends the words in these turns, as a set.
+
+        The set is empty where an assistant's turn has no such token and the model's own end tokens suffice.
+        """
         found = self.prompter.end_of_turn(turns)
         if found is None:
             raise self._not_as_they_are()

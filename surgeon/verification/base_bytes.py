@@ -65,7 +65,7 @@ def _expected(blueprint: Blueprint, manifest: Manifest) -> dict[str, Pieces]:
 
 
 def copy_of(output: Output, base: Mapping[str, TensorInfo]) -> str | None:
-    """Return the base tensor of which an output is a whole copy; None where there is none."""
+    """Return the base tensor of which an output is a whole copy, or None."""
     pieces = output.pieces
     return next((name for name in pieces.tensors if pieces.is_all_of(base[name])), None)
 
