@@ -1,7 +1,7 @@
-"""The metadata at the head of a model card: what an output keeps of its base's card, and how it is written.
+"""The metadata block at the top of a model card: which of the base's entries an output keeps, and how they are written.
 
-Anybody can write a base's card: scalars are read as text, each is compared with what the Hub allows in its place,
-and what does not fit is left out.
+Anybody can write a base's card. So scalars are read as text, each is compared with the values that the Hub allows, and
+values that do not fit are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REPOSITORY = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/)?[A-Za-z0-9_][A-Za
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a card says beside the surgery: licence, languages, datasets; `base_model` is a Hub id.
+    """The entries of a card that do not concern the surgery: licence, languages, datasets; `base_model` is a Hub id.
 
     The Hub accepts every value. `license` None: unknown.
     """
@@ -44,19 +44,19 @@ NOTHING_KNOWN = Metadata()
 
 
 def metadata_of(folder: CheckpointFolder) -> Metadata:
-    """The metadata of a checkpoint's card; without `base_model` where the checkpoint is not an output of surgeon."""
+    """Return the metadata of a checkpoint's card, without `base_model` if the checkpoint is no output of surgeon."""
     if CARD_FILE not in folder.source.listing():
         return NOTHING_KNOWN
     try:
         found = read_metadata(folder.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES))
     except BadInput:
-        # Too large, or not a regular file: the surgery can go on without it.
+        # The card is too large or no regular file: the surgery can continue without its metadata.
         return NOTHING_KNOWN
     return found if folder.manifest is not None else replace(found, base_model=None)
 
 
 def read_metadata(card: bytes) -> Metadata:
-    """The metadata of a base's card; empty where there is none, or none that can be read."""
+    """Return the metadata of a base's card; empty where there is none, or it cannot be read."""
     block = _BLOCK.match(card[:MAX_CARD_BYTES].decode("utf-8", errors="replace"))
     if block is None or len(block[1]) > _MAX_BLOCK:
         return NOTHING_KNOWN
@@ -80,7 +80,7 @@ def read_metadata(card: bytes) -> Metadata:
 
 
 def check_license(name: str) -> str:
-    """The licence as it was typed. Raises BadInput where the Hub does not know this identifier."""
+    """Return the licence identifier unchanged. Raises BadInput where the Hub does not know this identifier."""
     if not _LICENSE.fullmatch(name) or name in ("unknown", "other"):
         raise BadInput(
             f"--license {printable(name)}: give an identifier of the Hub's list, such as apache-2.0, mit, llama3.2"
@@ -89,7 +89,7 @@ def check_license(name: str) -> str:
 
 
 def block_of(entries: dict[str, Any]) -> str:
-    """The metadata block, `---` lines included; entries that are None or empty are left out."""
+    """Return the metadata block, `---` lines included; entries that are None or empty are left out."""
     kept = {key: value for key, value in entries.items() if value not in (None, [], "")}
     text = yaml.safe_dump(kept, sort_keys=False, allow_unicode=False, default_flow_style=False, width=4096)
     return f"---\n{text}---\n"

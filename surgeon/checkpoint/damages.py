@@ -1,4 +1,4 @@
-"""What is known to befall checkpoints and adapters, and what mends each: asked before anything is guessed."""
+"""Known kinds of damage to checkpoints and adapters, and the remedy for each; checked before any other guess."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.errors import printable
 
-# The last guess of errors about tensors that do not fit.
+# The fallback guess in errors about tensors that do not fit.
 ANOTHER = "is config.json another model's?"
-# What wrappers put into names where they were saved in place of the model in them.
+# Name parts that a wrapper module adds where it was saved instead of the model inside.
 _INSIDE = r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 _WRAPPED = re.compile(rf"^(?:module|base_model\.model)\.|{_INSIDE}|(?<=\.)base_layer\.")
-# In an adapter's names, with that of the adapter itself where a model's whole state was saved.
+# The same for an adapter's tensor names, including the adapter's own name where a model's whole state was saved.
 _WRAPPED_IN_ADAPTER = re.compile(
     rf"(?:^|(?<=^base_model\.model\.))module\.|{_INSIDE}|(?<=\.lora_[AB]\.)\w+\.(?=weight$)"
 )
@@ -28,7 +28,7 @@ _TAKE_OUT = (
 
 
 def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
-    """Return what befell a base's weights, by its headers, and what mends it; nothing where no row of this fits."""
+    """Return the damage to a base's weights that its headers show, and the remedy; "" where no known damage fits."""
     found = {info.name: info for info in tensors}
     if any(info.dtype == "U32" for info in found.values()):
         return (
@@ -48,7 +48,7 @@ def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
             f" DDP, DeepSpeed, PEFT) and was saved in its place; {_TAKE_OUT.format(named[0])}"
         )
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    # With one of BitNet, say, transformers quantises as it runs.
+    # With an online method, BitNet for example, transformers quantises at run time.
     left = any(part.get("quantization_config") is not None and "online" not in str(part) for part in parts)
     if left and all(info.dtype in (*FLOAT_DTYPES, "I64") for info in found.values()):
         return "config.json: `quantization_config` is left over: no tensor is quantised; take it out of the file"
@@ -56,7 +56,7 @@ def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
 
 
 def empty_of(tensors: Iterable[TensorInfo]) -> str:
-    """Return a line on the first tensor whose numbers are elsewhere; nothing where there is none."""
+    """Return a line on the first tensor without elements, as ZeRO-3 leaves them; "" where there is none."""
     why = (
         "no numbers in it, as ZeRO-3 leaves tensors where it does not gather them; save again with"
         " `stage3_gather_16bit_weights_on_model_save: true`, or run the checkpoint's zero_to_fp32.py"
@@ -65,26 +65,26 @@ def empty_of(tensors: Iterable[TensorInfo]) -> str:
 
 
 def around(names: Iterable[str], known: str, below: str) -> str:
-    """Return what stands in stored names and not in the model's, and a line that takes it out; else the last guess.
+    """Return the extra part in stored names compared with the model's, and a command to remove it; else a last guess.
 
-    `known` is what the model's names begin with, `below` how one of them goes on.
+    `known` is the beginning of the model's names, `below` the rest of one of them.
     """
     stored = next((name.removesuffix(below) for name in names if name.endswith(f".{below}")), known)
     more = stored.removeprefix(known) if stored.startswith(known) else stored.removesuffix(known)
-    # Words only: they become a part of a line that is run.
+    # Only word characters, because the text becomes a part of a command to run.
     plain = more != stored and re.fullmatch(r"[\w.]+", more)
     return f"their names have `{more}` more; {_TAKE_OUT.format(more)}" if plain else ANOTHER
 
 
 def unwrapped(name: str) -> str:
-    """Return what an adapter's tensor is called without the names of wrappers around the model."""
+    """Return an adapter tensor's name without the names of wrappers around the model."""
     return _WRAPPED_IN_ADAPTER.sub("", name)
 
 
 def led_below(files: Iterable[str], wanted: str) -> str:
-    """Return what to do where `wanted` is there in letters of another case, or in folders below; else nothing.
+    """Return a hint where `wanted` exists in other letter case or in subfolders; "" where it does not.
 
-    Of folders it is the highest checkpoint's.
+    Among subfolders, the hint names the last checkpoint's.
     """
     names = list(files)
     for name in names:

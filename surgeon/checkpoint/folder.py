@@ -1,4 +1,4 @@
-"""A checkpoint's folder: headers, config and side files, all read and checked; weights on demand."""
+"""A checkpoint's folder: headers, config and side files are read and checked at once; weights are read on demand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from surgeon.grafts.bundle import CODE_FILE
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 CARD_FILE = "README.md"
-# What a continual run measured (surgeon/continual).
+# The measurements of a continual run (surgeon/lab/courses).
 RECORD_FILE = "continual.json"
 # Marks a folder that lacks its base's tensors (surgeon/rework/make_delta.py).
 DELTA_FILE = "delta.json"
@@ -51,15 +51,16 @@ MAX_CARD_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """An opened checkpoint: everything but the weights was read and checked.
+    """An opened checkpoint: everything except the weights has been read and checked.
 
-    `tensors` and `headers` cover all shards; `shards` are their plain names, sorted. `side_files` are the
-    relative names that an output keeps, `left_behind` the other files of the folder. `manifest` is the parsed
-    `surgery.json`, not validated. `notes` are lines for the user. `code` says which code is in the folder: none,
-    exactly what this version of surgeon ships for its config, or other code, which `scripts` names, `foreign` describes
-    and the user trusts (of this folder alone). `classes` says whose classes the model is built of; where they are the
-    folder's own, `own` is their code, whose files are side files too. Where code was left out, `config` is without it,
-    and so are those of the side files that `settings` holds; `model_code` names what it said that the model is of.
+    `tensors` and `headers` cover all shards; `shards` are the shards' file names, sorted. `side_files` are the relative
+    names that an output keeps, `left_behind` the folder's other files. `manifest` is the parsed `surgery.json`, not
+    validated. `notes` are lines for the user. `code` states which code is in the folder: none, exactly the code that
+    this version of surgeon ships for its config, or foreign code. Foreign code is listed by `scripts`, described by
+    `foreign`, and trusted by the user, for this folder only. `classes` states whose classes the model is built of.
+    Where they are the folder's own, `own` is their code, whose files count as side files too. Where code was left out,
+    `config` is the config without it, `settings` contains the side files without it, and `model_code` names the model
+    class in that code.
     """
 
     path: Path
@@ -82,7 +83,7 @@ class CheckpointFolder:
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> CheckpointFolder:
-        """Open a local folder. Raises BadInput, one line, for the first thing that is missing or wrong."""
+        """Open a local folder. Raises BadInput, in one line, for the first file that is missing or wrong."""
         source = LocalSource(path)
         with said_of(source.shown):
             return cls.assemble(source, path=path, trust_remote_code=trust_remote_code)
@@ -113,7 +114,7 @@ class CheckpointFolder:
             config, settings, brought = without.config, without.settings, NO_CODE
             notes.append(without.note)
             model_code = without.model_code
-        # Surgeon puts no code but its own into an output: what lies in one is not simply left out.
+        # An output contains no code but surgeon's own. So foreign code in an output is refused, not just left out.
         check_trusted(brought, source.shown, trust_remote_code=trust_remote_code)
         if brought.code == "foreign" and CODE_FILE in listing and (wrong := known_wrong(source)):
             notes.append(f"{CODE_FILE}: {wrong}; `surgeon refresh` writes this version's")
@@ -157,44 +158,51 @@ class CheckpointFolder:
         )
 
     def read(self, name: str) -> bytearray:
-        """The bytes of one tensor. Raises BadInput where its shard has changed or was truncated."""
+        """Return the bytes of one tensor. Raises BadInput where its shard has changed or was truncated."""
         return read_tensor(self.source, self.tensors[name])
 
     def read_part(self, name: str, part: slice) -> bytearray:
-        """The bytes `part` of one tensor. Raises BadInput as `read` does."""
+        """Return the bytes in the range `part` of one tensor. Raises BadInput as `read` does."""
         return read_tensor(self.source, self.tensors[name], part)
 
     def read_side_file(self, name: str) -> bytes:
-        """The content of one of `side_files`, without an `auto_map` that was left out. Raises BadInput for none."""
+        """Return the content of one of `side_files`, without an `auto_map` that was left out.
+
+        Raises BadInput if unreadable.
+        """
         assert name in self.side_files, name
         found = self.settings.get(name)
         return self.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES) if found is None else found
 
     def read_code(self, name: str) -> bytes | None:
-        """The content of a file of code in the folder, not run; None where there is none of this name."""
+        """Return the content of a code file in the folder as bytes; None where the folder has no file of this name."""
         return self.source.small(name, max_bytes=MAX_CODE_BYTES) if name in self.source.listing() else None
 
     def open_shard(self, file: str) -> int:
-        """A read-only descriptor of a shard; the caller closes it. Raises BadInput where the shard has changed."""
+        """Return a read-only file descriptor of a shard; the caller closes it.
+
+        Raises BadInput where the shard has changed.
+        """
         return self.source.open_shard(file)
 
     def identity(self) -> list[dict[str, Any]]:
-        """Name, size, mtime_ns and inode of every shard as they were when the folder was opened."""
+        """Return the name, size, mtime_ns and inode of every shard at the time when the folder was opened."""
         return self.source.identity()
 
     def check_unchanged(self) -> None:
-        """Raise BadInput where a shard's size, mtime or inode is not what it was when the folder was opened."""
+        """Raise BadInput where a shard's size, mtime or inode has changed since the folder was opened."""
         self.source.check_unchanged()
 
 
-# A layer of a large mixture of experts has tens of gigabytes.
+# The most bytes that are read ahead: one layer of a large mixture of experts has tens of gigabytes.
 MOST_AHEAD = 4_000_000_000
 
 
 class ReadAhead:
-    """Tensors of a checkpoint, read by a thread in the order in which they will be needed.
+    """A background reader of a checkpoint's tensors, in the order in which they will be needed.
 
-    It holds at most the larger of the two sets given to the last `expect`, and no more than `MOST_AHEAD` bytes.
+    It keeps in memory at most as many bytes as the larger of the two sets given to the last `expect`, and at most
+    `MOST_AHEAD` bytes.
     """
 
     def __init__(self, base: CheckpointFolder) -> None:
@@ -205,7 +213,7 @@ class ReadAhead:
         self._room = 0
 
     def expect(self, now: Sequence[str], then: Sequence[str]) -> None:
-        """Read what is needed now, each once, then what is needed after it; drop earlier expectations."""
+        """Start reading the tensors `now`, each once, and after them the tensors `then`; drop earlier expectations."""
         self._room = min(max(self._bytes(now), self._bytes(then)), MOST_AHEAD)
         needed = list(dict.fromkeys([*now, *then]))
         for name in self._coming.keys() - set(needed):
@@ -214,7 +222,10 @@ class ReadAhead:
         self._fill()
 
     def read(self, name: str) -> bytearray:
-        """The bytes of one tensor: read ahead (returned once), or read now. Raises BadInput where reading fails."""
+        """Return the bytes of one tensor, from the read-ahead (only once) or read now.
+
+        Raises BadInput where reading fails.
+        """
         coming = self._coming.pop(name, None)
         if coming is None:
             # Needed before its turn: nobody will need it again later.
@@ -226,7 +237,7 @@ class ReadAhead:
         return content
 
     def close(self) -> None:
-        """Drop everything; errors of tensors that nobody needed are ignored."""
+        """Drop all tensors read ahead; errors of tensors that nobody asked for are ignored."""
         self._waiting.clear()
         self._coming.clear()
         self._reader.shutdown(wait=True, cancel_futures=True)
@@ -243,9 +254,9 @@ class ReadAhead:
 
 
 def digest_of_pieces(folder: CheckpointFolder, pieces: Pieces) -> str:
-    """Hex sha256 of bytes of a folder's tensors, in order; all of them must be covered.
+    """Return the hex sha256 of the bytes that `pieces` of a folder's tensors make up, in order.
 
-    Raises BadInput where a shard has changed or was truncated.
+    Spans must cover all bytes. Raises BadInput where a shard has changed or was truncated.
     """
     with OpenShards({"": folder.source}) as shards:
         read = read_in_order(in_files({"": pieces}, folder.tensors)[""], shards.opened)
@@ -253,7 +264,7 @@ def digest_of_pieces(folder: CheckpointFolder, pieces: Pieces) -> str:
 
 
 def holds_pieces(folder: CheckpointFolder, name: str, pieces: Pieces, of: CheckpointFolder) -> bool:
-    """Whether a tensor of a folder holds these pieces of the tensors of another, byte for byte.
+    """Return whether a folder's tensor `name` contains, byte for byte, these pieces of tensors of the folder `of`.
 
     Raises BadInput where a shard has changed or was truncated.
     """
@@ -269,9 +280,9 @@ def holds_pieces(folder: CheckpointFolder, name: str, pieces: Pieces, of: Checkp
 
 
 def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]) -> dict[str, str]:
-    """Hex sha256 of the named tensors' bytes, read by several threads. `advance` receives the bytes read.
+    """Return the hex sha256 of each named tensor's bytes, read by several threads.
 
-    Raises BadInput where a shard has changed or was truncated.
+    `advance` receives the count of bytes read. Raises BadInput where a shard has changed or was truncated.
     """
     opened = {file: folder.open_shard(file) for file in folder.shards}
 
@@ -295,7 +306,7 @@ def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
             f"{source.shown}: no config.json here"
             f"{led_below(listing, CONFIG_FILE) or '; expected the folder of a transformers checkpoint'}"
         )
-    # Mamba-2's `time_step_limit` ends at infinity.
+    # The upper `time_step_limit` of Mamba-2 is infinity.
     config: dict[str, Any] = with_tagged_floats(_object(source, CONFIG_FILE, MAX_CONFIG_BYTES, constants=True))
     for part, where in ((config, ""), *((config.get(key), f"{key}.") for key in ("text_config", "vision_config"))):
         if isinstance(part, dict):
@@ -304,14 +315,14 @@ def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
 
 
 def _ministral(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as `AutoConfig` reads it, whose classes differ: they know layers with and without a window."""
+    """Return a mistral config as `AutoConfig` reads it: as ministral, with layers with and without a window."""
     named = config.get("architectures") or ()
     classes = [f"Ministral{name.removeprefix('Mistral')}" if name.startswith("Mistral") else name for name in named]
     return {**config, "model_type": "ministral"} | ({"architectures": classes} if classes else {})
 
 
 def _check_names(config: dict[str, Any], where: str, shown: str) -> None:
-    """Raise BadInput where what classes and layers are looked up by is no name, or no list of names."""
+    """Raise BadInput where a field that selects classes or layers is not a name or a list of names, as required."""
     wrong = ""
     if not isinstance(config.get("model_type"), str | None):
         wrong = "model_type"
@@ -327,17 +338,17 @@ def _check_names(config: dict[str, Any], where: str, shown: str) -> None:
 
 
 def _own_code(config: Mapping[str, Any], source: Source, brought: Brought) -> OwnCode | None:
-    """The code of a folder that the user trusts, where its model, its tokenizer or its processor is built of it."""
+    """Return the code of a trusted folder where its model, tokenizer or processor is built of it; else None."""
     if brought.code != "foreign" or not names_code(config, source):
         return None
     if brought.classes != "own":
-        # What surgeon ships is no code of the folder's own, and nothing of the model is built of the rest.
+        # Surgeon's shipped code is not the folder's own, and the model is built of none of the other scripts.
         return own_code({}, source, [name for name in brought.scripts if name != CODE_FILE])
     return own_code(config, source, brought.scripts) if has_own_code(config) else None
 
 
 def _manifest(source: Source) -> dict[str, Any]:
-    # Losses of a training run may be infinite.
+    # Accept NaN and Infinity: losses of a training run may be infinite.
     return _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES, constants=True)
 
 
@@ -369,7 +380,7 @@ def _side_files(source: Source, listing: dict[str, int], notes: list[str]) -> tu
         except BadInput as error:
             notes.append(f"not carried along: {error}")
             continue
-        # Larger ones are tokenizers, which are checked where they are loaded; those on the Hub once they are here.
+        # Larger JSON files are tokenizers, which are checked when loaded; files on the Hub are checked once downloaded.
         if name.endswith(".json") and size <= MAX_CONFIG_BYTES and source.at_hand:
             _object(source, name, MAX_CONFIG_BYTES)
         carried.append(name)

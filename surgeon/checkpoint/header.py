@@ -1,7 +1,7 @@
-"""safetensors headers: read, with every invariant checked before a byte is used, and written.
+"""Reading and writing safetensors headers; every invariant is checked before any tensor byte is used.
 
-A file is 8 bytes of little-endian header length N, N bytes of JSON, then the tensors without holes. The JSON
-maps each name to dtype, shape and offsets relative to the end of the header.
+A file is 8 bytes of little-endian header length N, N bytes of JSON, then the tensors without holes. The JSON maps each
+name to dtype, shape and offsets relative to the end of the header.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from surgeon.errors import BadInput, printable
 
 # The alignment in bytes that vector instructions of today's processors may need.
 ALIGNMENT = 64
-# The library's own cap.
+# The safetensors library has the same limit.
 MAX_HEADER_BYTES = 100_000_000
-# {name: {"shape": [...]}} and nothing deeper.
+# The deepest nesting in a header: {name: {"shape": [...]}}.
 _MAX_DEPTH = 3
-# torch and every reader count in signed 64-bit.
+# The largest count: torch and all readers use signed 64-bit integers.
 _MAX_COUNT = 2**63 - 1
 _AGAIN = "is the file damaged? download it again"
 _LFS_POINTER = b"version https://git-lfs"
@@ -59,7 +59,7 @@ DTYPE_BITS: dict[str, int] = {
 
 
 class FloatDtype(NamedTuple):
-    """What torch calls a floating dtype, and its code in `struct` (None: it has none)."""
+    """A floating dtype: its name in torch, and its format code in `struct` (None: `struct` has no such format)."""
 
     torch: str
     packed: str | None
@@ -73,7 +73,7 @@ FLOAT_DTYPES: dict[str, FloatDtype] = {
     "BF16": FloatDtype("bfloat16", None),
 }
 
-# The dtypes of quantised weights and their scales that surgery moves as bytes. Of each, zero bytes are the value zero.
+# The dtypes of quantised weights and scales, which surgery moves as bytes. In each, zero bytes encode the value zero.
 QUANTISED_DTYPES = ("F8_E4M3", "F8_E8M0", "U8", "I8", "I32")
 
 
@@ -96,7 +96,7 @@ class TensorInfo:
         object.__setattr__(self, "numel", math.prod(self.shape))
 
     def first(self, shape: tuple[int, ...]) -> TensorInfo | None:
-        """Its first rows as a tensor of `shape`; None where no such rows begin it."""
+        """Return the first rows as a tensor of `shape`; None where `shape` is no leading part of this tensor."""
         if self.shape == shape:
             return self
         fits = bool(shape) and self.shape[1:] == shape[1:] and 0 < shape[0] < self.shape[0]
@@ -106,7 +106,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """One file's header: tensors in the order of their data, and the digest of the 8 + N header bytes."""
+    """One file's header: tensors in the order of their data, and the sha256 of the 8 + N header bytes."""
 
     tensors: tuple[TensorInfo, ...]
     metadata: dict[str, str] = field(hash=False)
@@ -115,7 +115,7 @@ class Header:
 
 
 def read_header(fd: int, *, file: str) -> Header:
-    """Read and check the header of the open file `fd`, which errors call `file`. Raises BadInput."""
+    """Read and check the header of the open file `fd`; errors call it `file`. Raises BadInput."""
     size = os.fstat(fd).st_size
     first = _pread(fd, 64)
     length = header_length(first, file=file, file_size=size)
@@ -123,7 +123,7 @@ def read_header(fd: int, *, file: str) -> Header:
 
 
 def header_bytes(fd: int, header: Header, *, file: str) -> bytes:
-    """Return the bytes before the data of the open file `fd`, whose header was `header`; BadInput where it changed."""
+    """Return the bytes before the data of the open file `fd`. Raises BadInput where they no longer match `header`."""
     found = _pread(fd, header.data_begin)
     if hashlib.sha256(found).hexdigest() != header.sha256:
         raise BadInput(f"{printable(file)}: changed meanwhile; start again when nothing writes to it")
@@ -131,7 +131,7 @@ def header_bytes(fd: int, header: Header, *, file: str) -> bytes:
 
 
 def header_length(first: bytes, *, file: str, file_size: int) -> int:
-    """N, the length of the JSON, from the first bytes of a file (8 are needed, 64 to recognise a git-lfs pointer).
+    """Return N, the length of the JSON, from a file's first bytes (8 are needed, 64 to recognise a git-lfs pointer).
 
     Raises BadInput where the file is a git-lfs pointer, too short or truncated, or the header is too large.
     """
@@ -154,7 +154,7 @@ def header_length(first: bytes, *, file: str, file_size: int) -> int:
 
 
 def parse_header(prefix: bytes, *, file: str, file_size: int) -> Header:
-    """The header from the first 8 + N bytes of a file of `file_size` bytes. Raises BadInput."""
+    """Parse the header from the first 8 + N bytes of a file of `file_size` bytes. Raises BadInput."""
     shown = printable(file)
     if len(prefix) < 9 or prefix[8:9] != b"{":
         raise BadInput(f"{shown}: the header is not a JSON object; is this a safetensors file?")
@@ -178,7 +178,7 @@ def _metadata(found: Any, shown: str) -> dict[str, str]:
 
 
 class _Odd(ValueError):
-    """What is wrong with a tensor's entry; whoever knows the names of tensor and file says whose it is."""
+    """A fault in a tensor's entry; the caller adds the names of tensor and file."""
 
 
 def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
@@ -216,7 +216,7 @@ def _nbytes(dtype: str, shape: Sequence[int]) -> int:
     bits = 1
     for size in (*shape, DTYPE_BITS[dtype]):
         bits *= size
-        # At every step, as the library does: a later 0 does not excuse an overflow, and the product stays small.
+        # Checked at every step, as the library does: a later 0 must not hide an overflow, and the product stays small.
         if bits > _MAX_COUNT:
             raise _Odd(f"shape {printable(str(list(shape)))} overflows 64 bits")
     if bits % 8:
@@ -243,12 +243,12 @@ def _check_contiguous(tensors: Sequence[TensorInfo], shown: str, data_begin: int
 def build_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, metadata: Mapping[str, str], phase: int = 0
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """The bytes before the data of a file holding `tensors` (name, dtype, shape) in this order.
+    """Return the bytes before the data of a file that holds `tensors` (name, dtype, shape) in this order.
 
-    Returns the prefix (length, JSON padded with spaces) and each tensor's absolute (begin, end). The data begins
-    at `phase` modulo 64: float32 products on mapped weights round by their alignment, so a copy that must compute
-    the same bits needs its original's alignment. The same arguments give the same bytes. Raises
-    BadInput where the result could not be read back.
+    The result is the prefix (length, JSON padded with spaces) and each tensor's absolute (begin, end). The data begins
+    at `phase` modulo 64: float32 products on mapped weights round by their alignment, so a copy that must compute the
+    same bits needs its original's alignment. The same arguments give the same bytes. Raises BadInput where the result
+    could not be read back.
     """
     assert phase % 8 == 0, phase
     header: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
@@ -275,7 +275,7 @@ def build_header(
 
 
 def _pread(fd: int, count: int) -> bytes:
-    """The first `count` bytes of a file, fewer where it is shorter."""
+    """Return the first `count` bytes of a file, or fewer where the file is shorter."""
     content = b""
     while part := os.pread(fd, count - len(content), len(content)):
         content += part
@@ -283,7 +283,7 @@ def _pread(fd: int, count: int) -> bytes:
 
 
 def check_dtype(name: str) -> None:
-    """Raise BadInput for a name that is neither `auto` nor one of torch's floating dtypes that shards hold."""
+    """Raise BadInput for a name that is neither `auto` nor a floating dtype of torch that shards can hold."""
     known = sorted(dtype.torch for dtype in FLOAT_DTYPES.values())
     if name != "auto" and name not in known:
         raise BadInput(f"dtype {printable(name)!r} is not known; use auto, {', '.join(known)}")

@@ -1,7 +1,7 @@
-"""The Hub as a source: snapshots through the client's cache; headers alone, before any weights are downloaded.
+"""The Hub as a source of checkpoints: snapshots through the client's cache, or only headers without any weights.
 
-`huggingface_hub` is imported at first use only. It follows the client's environment (HF_ENDPOINT, HF_HOME, HF_TOKEN,
-HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS); offline, no socket is opened.
+`huggingface_hub` is imported only when first used. It follows the client's environment variables (HF_ENDPOINT, HF_HOME,
+HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS). In offline mode no socket is opened.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from surgeon.errors import BadInput, printable, said_of
 from surgeon.grafts.bundle import CODE_FILE
 
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
-# A list of ten thousand files.
+# Bytes of the answer with a list of ten thousand files.
 _ANSWER = 2_000_000
-# A branch that moves while it is read is read again.
+# How often a branch is read when it moves to another commit during the download.
 _MOVES = 3
 _ATTEMPTS = 3
 _HEADERS_AT_ONCE = 8
@@ -54,7 +54,7 @@ _HEADERS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Located:
-    """Where a base is: a local folder and, if it came from the Hub, its repository and commit."""
+    """The place of a base: a local folder and, if it came from the Hub, its repository and commit."""
 
     path: Path
     repo_id: str | None = None
@@ -62,7 +62,7 @@ class Located:
 
 
 def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Split `user/name[@revision]` into the Hub id and the revision. Raises BadInput for no id, or two revisions."""
+    """Split `user/name[@revision]` into Hub id and revision. Raises BadInput for an invalid id, or two revisions."""
     repo_id, at, named = meant(name).partition("@")
     check_id(repo_id if at and named else name)
     if at and revision is not None:
@@ -71,11 +71,12 @@ def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | 
 
 
 def locate(base: str, *, revision: str | None, code: bool = False, download: bool = True) -> Located:
-    """Find a base: a local path, else `user/name[@revision]` on the Hub, through its cache, downloaded at need.
+    """Find a base: a local path, or `user/name[@revision]` on the Hub, downloaded into the cache where necessary.
 
-    It downloads config, index, manifest, allow-listed side files and exactly the shards that hold the weights; never
-    a pickle, and Python files only with `code`. Without `download` only the cache is searched. Raises
-    BadInput where it is not found, gated, of an unknown revision, or neither cached nor reachable.
+    The download contains config, index, manifest, allow-listed side files and exactly the shards that hold the weights.
+    It never contains a pickle, and contains Python files only with `code`. Without `download` only the cache is
+    searched. Raises BadInput where the base is not found or gated, the revision is unknown, or it is neither cached nor
+    reachable.
     """
     base = meant(base)
     if Path(base).exists():
@@ -94,9 +95,9 @@ def locate(base: str, *, revision: str | None, code: bool = False, download: boo
 
 
 def locate_adapter(adapter: str) -> Located:
-    """Find a PEFT adapter on the Hub (`user/name` or `user/name@revision`): its config and weights, through the cache.
+    """Find a PEFT adapter on the Hub (`user/name[@revision]`); download its config and weights into the cache.
 
-    Raises BadInput as `locate` does; a pickle is never downloaded.
+    Raises BadInput in the same cases as `locate`. A pickle is never downloaded.
     """
     repo_id, revision = id_and_revision(adapter)
     if offline():
@@ -111,9 +112,9 @@ def locate_adapter(adapter: str) -> Located:
 
 
 def locate_delta(delta: str) -> Located:
-    """Find a delta: a local path, else `user/name` or `user/name@revision` on the Hub, through the cache.
+    """Find a delta: a local path, or `user/name` or `user/name@revision` on the Hub, downloaded into the cache.
 
-    Raises BadInput as `locate` does; only tensors and the files that a delta may hold are downloaded.
+    Raises BadInput in the same cases as `locate`. Only tensors and files that a delta may contain are downloaded.
     """
     delta = meant(delta)
     if Path(delta).exists():
@@ -136,10 +137,11 @@ def locate_delta(delta: str) -> Located:
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
-    """Open a checkpoint on the Hub (`user/name[@revision]`): headers by range requests, no byte of its weights.
+    """Open a checkpoint on the Hub (`user/name[@revision]`) without downloading weights.
 
-    Everything but the weights is read and checked as by `CheckpointFolder.open`; reading a tensor raises BadInput.
-    Offline it is opened from the cache. Raises BadInput as `locate` and `CheckpointFolder.open` do.
+    Headers are read by range requests. Everything except the weights is read and checked as in `CheckpointFolder.open`;
+    reading a tensor raises BadInput. In offline mode the cached checkpoint is opened. Raises BadInput in the same cases
+    as `locate` and `CheckpointFolder.open`.
     """
     repo_id, revision = id_and_revision(repo_id, revision)
     if offline():
@@ -150,7 +152,7 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
 
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
-    """A base, given as a folder or a Hub id, for whoever reads no byte of its weights. Raises BadInput."""
+    """Open a base, given as a folder or a Hub id, for callers that read no weights. Raises BadInput."""
     base = meant(str(base))
     if Path(base).exists():
         return CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
@@ -158,9 +160,9 @@ def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: b
 
 
 def _at_one_commit(repo_id: str, revision: str | None, choose: Callable[[_Repository], list[str]]) -> Located:
-    """Download the files that `choose` names of a repository, from the commit that it was listed at.
+    """Download the files that `choose` selects from a repository, all at the commit that was listed.
 
-    The client gets the revision's own name, so that its cache knows which commit that was.
+    The client receives the revision's name, so that its cache records which commit this revision was.
     """
     for _ in range(_MOVES):
         repository = _Repository.ask(repo_id, revision)
@@ -199,16 +201,16 @@ class _Repository:
 
     @property
     def shown(self) -> str:
-        """The name that errors use."""
+        """The repository's name in error messages."""
         return printable(self.repo_id)
 
     @property
     def at_hand(self) -> bool:
-        """Small files are downloaded one by one."""
+        """Whether small files can be read without a download: always false."""
         return False
 
     def listing(self) -> dict[str, int]:
-        """Files at the top and chat templates; of other folders only the names, as in a local folder."""
+        """Return the top-level files and chat templates with their sizes; of other folders, only the names."""
         found: dict[str, int] = {}
         for name, size in self.files.items():
             folder, slash, _ = name.partition("/")
@@ -219,11 +221,11 @@ class _Repository:
         return dict(sorted(found.items()))
 
     def tree(self) -> Iterator[str]:
-        """Every file of the repository."""
+        """Return every file of the repository."""
         return iter(self.files)
 
     def small(self, name: str, *, max_bytes: int) -> bytes:
-        """A small file's content, through the cache."""
+        """Return a small file's content, through the cache. Raises BadInput where it is too large."""
         from huggingface_hub import hf_hub_download
 
         if self.files.get(name, 0) > max_bytes:
@@ -244,16 +246,16 @@ class _Repository:
         return read_capped(folder, name, max_bytes=max_bytes)
 
     def check_small(self, name: str) -> None:
-        """What is on the Hub is a regular file."""
+        """Do nothing: every file on the Hub is a regular file."""
 
     def headers(self, files: list[str]) -> dict[str, Header]:
-        """Each shard's header: its first 8 bytes, then as many as they announce."""
+        """Return each shard's header by two requests: first the 8 bytes with its length, then the whole header."""
         with ThreadPoolExecutor(_HEADERS_AT_ONCE, thread_name_prefix="headers") as pool:
             return dict(zip(files, pool.map(self._header, files), strict=True))
 
     def _header(self, file: str) -> Header:
         first, size = self._prefix(file, 8)
-        # The Hub sends the file that a pointer names; a mirror may send the pointer.
+        # The Hub resolves a git-lfs pointer to its file; a mirror may send the pointer itself.
         if first.startswith(b"version "):
             raise BadInput(f"{printable(file)}: the server sent a git-lfs pointer, not the weights; check HF_ENDPOINT")
         length = header_length(first, file=file, file_size=size)
@@ -262,7 +264,7 @@ class _Repository:
         return parse_header(prefix, file=file, file_size=size)
 
     def _prefix(self, file: str, count: int) -> tuple[bytes, int]:
-        """The first `count` bytes of a file and its whole size."""
+        """Return the first `count` bytes of a file and the size of the whole file."""
         within = seconds_for(count)
         for attempt in range(_ATTEMPTS - 1):
             try:
@@ -287,7 +289,7 @@ class _Repository:
             hf_raise_for_status(response)
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding.lower() != "identity":
-                # Of such an answer neither the range nor the size is the file's.
+                # A compressed answer has neither the file's byte range nor its size.
                 raise BadInput(
                     f"{self.shown}: {printable(file)}: the server sends it packed ({printable(encoding, 40)}), though"
                     " it was asked not to; check HF_ENDPOINT and the proxy"
@@ -308,22 +310,25 @@ class _Repository:
         return bytes(content[:count]), int(size)
 
     def open_shard(self, file: str) -> int:
-        """Refused: the weights were not downloaded."""
+        """Raise BadInput: the weights were not downloaded."""
         raise BadInput(
             f"{self.shown}: the weights ({printable(file)}) were not downloaded, only their headers;"
             " give a local folder"
         )
 
     def identity(self) -> list[dict[str, Any]]:
-        """Name and size of every shard at the commit."""
+        """Return the name, size and commit of every shard."""
         return [{"name": file, "size": size, "commit": self.commit} for file, size in sorted(self._sizes.items())]
 
     def check_unchanged(self) -> None:
-        """A commit does not change."""
+        """Do nothing: a commit does not change."""
 
 
 def dataset_commit(repo_id: str, revision: str | None) -> str:
-    """The commit of a branch, a tag or a commit of a dataset on the Hub. Raises BadInput as `locate` does."""
+    """Return the commit hash of a dataset's revision (branch, tag or commit) on the Hub.
+
+    Raises BadInput as `locate` does.
+    """
     from huggingface_hub import HfApi
 
     shown = f"datasets/{repo_id}"
@@ -343,17 +348,17 @@ def _commit_of(info: Any, repo_id: str) -> str:
 
 
 def _comes_along(name: str, size: int, *, code: bool) -> bool:
-    """Whether a file beside the weights is downloaded with them."""
+    """Return whether a file next to the weights is downloaded with them."""
     if is_side_file(name):
         return size <= MAX_SIDE_FILE_BYTES
-    # The output's card repeats the licence and languages of the base's.
+    # The output's card repeats the licence and languages in the base's card.
     if name == CARD_FILE:
         return size <= MAX_CARD_BYTES
     return name in (*_SMALL, CODE_FILE) or (code and name.endswith(".py") and "/" not in name)
 
 
 def _cached(repo_id: str, revision: str | None) -> Located:
-    """The snapshot in the cache, without network; BadInput where a part of it is missing."""
+    """Return the snapshot in the cache, without network access. Raises BadInput where a part of it is missing."""
     found = _snapshot(repo_id, revision, [CONFIG_FILE], offline=True)
     weights = choose_weights(LocalSource(found.path), shown=printable(repo_id))
     return _snapshot(repo_id, revision, [CONFIG_FILE, *weights.files], offline=True)

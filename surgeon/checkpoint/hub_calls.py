@@ -1,4 +1,4 @@
-"""Calls of the Hub's client: ids, how long a call may take, and every error as one line."""
+"""Calls to the Hub's client: ids, time limits, and the conversion of every error to one line."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Request timeout in seconds: how long the client waits for the next bytes.
 TIMEOUT = 20.0
-# How long a header, a small file or a whole download may take, in seconds, and for how many bytes a second more.
+# The time limit of a call in seconds, and the number of bytes for which one more second is allowed.
 PATIENCE, SLOWEST = 60.0, 32_000
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision is a full commit hash, which never moves."""
+    """Return whether a revision is a full commit hash, which never moves."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def is_repo_id(name: str) -> bool:
-    """Whether the Hub can have a repository of this name."""
+    """Return whether this is a valid repository name on the Hub."""
     return REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
 
 
 def check_id(base: str) -> None:
-    """Raise BadInput for what is no id of the Hub."""
+    """Raise BadInput where the name is no valid Hub id."""
     if not is_repo_id(base):
         raise BadInput(
             f"{printable(base)}: no such folder, and not a Hub id either (`user/name`); check the path, or the id"
@@ -40,7 +40,7 @@ def check_id(base: str) -> None:
 
 
 def offline() -> bool:
-    """Whether the client's environment forbids network access."""
+    """Return whether the client's environment forbids network access."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -48,7 +48,7 @@ def offline() -> bool:
 
 @contextlib.contextmanager
 def bars_on_terminals_only() -> Iterator[None]:
-    """The client's progress bars on a terminal, none elsewhere."""
+    """Show the client's progress bars only on a terminal."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled() or "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ:
@@ -62,14 +62,15 @@ def bars_on_terminals_only() -> Iterator[None]:
 
 
 def seconds_for(nbytes: int) -> float:
-    """How long so many bytes may take, over a slow line too."""
+    """Return the time limit in seconds for a transfer of `nbytes` bytes, also over a slow connection."""
     return PATIENCE + nbytes / SLOWEST
 
 
 def in_time(ask: Callable[[], _T], repo_id: str, within: float) -> _T:
-    """Return what the client finds `within` so many seconds. Raises BadInput after that, and what the client raises.
+    """Return the result of `ask` if it arrives within `within` seconds; else raise BadInput.
 
-    The client's own timeouts are for each read: a server that sends a byte now and then is never late.
+    Errors of `ask` are passed on. The client's own timeouts apply to each read: a server that sends a byte now and then
+    never exceeds them.
     """
     found: list[_T] = []
     raised: list[BaseException] = []
@@ -80,7 +81,7 @@ def in_time(ask: Callable[[], _T], repo_id: str, within: float) -> _T:
         except BaseException as error:
             raised.append(error)
 
-    # Left alone when it is late; the end of the program does not wait for it.
+    # A daemon thread: when it is late, it is abandoned, and the program does not wait for it at exit.
     asking = threading.Thread(target=answer, daemon=True, name="hub")
     asking.start()
     asking.join(within)
@@ -95,7 +96,7 @@ def in_time(ask: Callable[[], _T], repo_id: str, within: float) -> _T:
 
 
 def call_hub(ask: Callable[[], _T], repo_id: str, revision: str | None, *, within: float | None = None) -> _T:
-    """Call the client; whatever it or a library below it raises becomes one line, as what takes too long does."""
+    """Call the client; turn every error, and a timeout, into a BadInput of one line."""
     try:
         return ask() if within is None else in_time(ask, repo_id, within)
     except Exception as error:
@@ -103,7 +104,7 @@ def call_hub(ask: Callable[[], _T], repo_id: str, revision: str | None, *, withi
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether a retry may help: a broken connection or an error inside the server."""
+    """Return whether a retry may help: after a broken connection, a server error or too many requests."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
@@ -112,7 +113,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def refuse_call(error: Exception, repo_id: str, revision: str | None) -> Never:
-    """Raise BadInput, one line with what to do, for an error of the client or of a library below it."""
+    """Raise BadInput with one line and advice for an error of the client or of a library that it uses."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, BadInput | MemoryError):
@@ -158,7 +159,7 @@ def _status(code: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The type and first line of the error that caused this one."""
+    """Return the type and first line of the error's root cause."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

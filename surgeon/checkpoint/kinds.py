@@ -1,4 +1,4 @@
-"""What a path leads to, by names and first lines alone, and whether arguments were swapped."""
+"""The kind of file or folder at a path, judged by names and first lines only, and a check for swapped arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kind = Literal[
     "nothing yet",
 ]
 
-# By the key that says which version of a format a YAML file is in.
+# The kind of a YAML file, by the key that gives the version of its format.
 _FORMATS: dict[str, Kind] = {
     "surgeon": "a plan",
     "surgeon_train": "a training config",
@@ -49,7 +49,7 @@ CHECKPOINTS: frozenset[Kind] = frozenset({"a checkpoint", "an output of surgeon"
 
 
 class Argument(NamedTuple):
-    """An argument of a command: what it is called, what was given, and the kinds that it takes."""
+    """An argument of a command: its name, the given value, and the kinds that it accepts."""
 
     called: str
     given: str
@@ -57,13 +57,13 @@ class Argument(NamedTuple):
 
 
 def kind_of(given: str) -> Kind:
-    """What `given` is. Nothing is refused: what cannot be looked at is a file."""
+    """Return the kind of `given`. Never raises BadInput: anything that cannot be examined counts as a file."""
     try:
         path = Path(meant(given))
         if path.is_dir():
             return _folder_kind({entry.name for entry in path.iterdir()})
         if not os.path.lexists(path):
-            # A name of two parts may be a path or the Hub's; only one that cannot be the Hub's is surely a path.
+            # A name of two parts may be a path or a Hub id; only a name that cannot be a Hub id is surely a path.
             return NAME if _HUB_OR_PLAN.fullmatch(given) else NEW
         if path.suffix in (".yaml", ".yml"):
             text = read_given(path, what="file", most=_MOST_READ).decode("utf-8", "replace")
@@ -82,16 +82,16 @@ def _folder_kind(names: set[str]) -> Kind:
 
 
 def mixed_up(arguments: Sequence[Argument]) -> str:
-    """What to ask who gave `arguments`, where in another order each would be of a kind that its place takes.
+    """Return a question whether arguments were swapped, where in another order every kind would fit its place.
 
-    Else which argument is of a kind that its place never takes; empty where all fit, or nothing is recognised.
+    Else return which argument is of a kind that its place never accepts; "" where all fit, or nothing is recognised.
     """
     kinds = [kind_of(argument.given) for argument in arguments]
     wrong = [number for number, kind in enumerate(kinds) if not _fits(kind, arguments[number])]
     if not wrong:
         return ""
     orders = [order for order in itertools.permutations(range(len(kinds))) if _all_fit(order, kinds, arguments)]
-    # The one that moves the fewest.
+    # The order that moves the fewest arguments.
     order = min(orders, key=lambda order: sum(n != place for place, n in enumerate(order)), default=None)
     if order is not None:
         moved = [arguments[place].called for place, number in enumerate(order) if place != number]

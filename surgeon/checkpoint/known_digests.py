@@ -1,8 +1,8 @@
-"""Digests of the tensors of files that were read before: a file that nobody touched since need not be hashed again.
+"""A cache of tensor digests: a file that is unchanged since it was read need not be hashed again.
 
-An entry is of one file as the file system knows it: device, inode, size, and the times of its last change, of which
-that of the inode cannot be set back. A second `apply` saves the hashing of its base by them (what that is:
-benchmarks/second_apply.py); copies are compared with the base's bytes all the same, and `verify` hashes.
+An entry identifies one file by device, inode, size, mtime and ctime; the ctime cannot be set back. The cache saves a
+second `apply` the hashing of its base (measured in benchmarks/second_apply.py). Copies are still compared with the
+base's bytes, and `verify` always hashes.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from surgeon.checkpoint.header import Header
 from surgeon.common.cache import cache_folder, read_entry, write_entry
 from surgeon.common.work_folders import parse_record, record_of
 
-# Raised whenever entries mean something else.
+# Increased whenever the meaning of an entry changes.
 _FORMAT = 1
 _KIND = "digests"
-# One a file; the largest checkpoints have about two hundred.
+# One entry per file; the largest checkpoints have about two hundred files.
 _MOST_ENTRIES = 4096
-# What is written within one tick of a file system's clock leaves no trace in its times; the coarsest ticks two seconds.
+# A second write within one tick of the file system's clock leaves the times unchanged; the longest tick is two seconds.
 _SETTLED_NS = 2_000_000_000
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What differs once somebody touched a file."""
+    """File facts of which at least one changes when somebody modifies the file."""
 
     device: int
     inode: int
@@ -35,24 +35,26 @@ class Stamp:
 
     @classmethod
     def of(cls, found: os.stat_result) -> Stamp:
-        """Return the stamp of what `stat` finds; the time of change cannot be set back."""
+        """Return the stamp of a `stat` result; the ctime cannot be set back."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def same_content(self, other: Stamp) -> bool:
-        """Whether it is the same file with the same content, which may have got a name or another mode."""
+        """Return whether it is the same file with the same content; its name and mode may have changed."""
         return astuple(self)[:-1] == astuple(other)[:-1]
 
 
 @dataclass(frozen=True)
 class FileDigests:
-    """sha256 (hex) of every tensor of a file, in the order of their bytes; `not_finite` hold NaN or infinity."""
+    """The sha256 (hex) of every tensor of a file, in the order of their bytes; `not_finite` names those with NaN or
+    infinity.
+    """
 
     digests: dict[str, str]
     not_finite: tuple[str, ...]
 
 
 def known_digests(stamp: Stamp, header: Header) -> FileDigests | None:
-    """What is known of a file that was read before, and is as it was; None where nothing is, or there is no cache."""
+    """Return the cached digests of an unchanged file that was read before; None without an entry or a cache."""
     folder = cache_folder(_KIND)
     content = None if folder is None else read_entry(folder, _name(stamp))
     try:
@@ -66,7 +68,7 @@ def known_digests(stamp: Stamp, header: Header) -> FileDigests | None:
 
 
 def keep_digests(stamp: Stamp, header: Header, found: FileDigests, *, since: int) -> None:
-    """Remember the digests of a file that was as `stamp` says from `since` (`time.time_ns`) on, and was read then."""
+    """Cache the digests of a file that had this `stamp` since `since` (`time.time_ns`) and was read after that."""
     folder = cache_folder(_KIND)
     if folder is None or since - stamp.mtime_ns < _SETTLED_NS:
         return

@@ -1,16 +1,16 @@
-"""The labels of a classification head, as config.json names them."""
+"""The labels of a classification head, from config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# What their classes are called.
+# The suffix of the names of classifier classes.
 _CLASSIFIER = "ForSequenceClassification"
 
 
 def label_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The labels of a checkpoint's head, by their numbers; empty where config.json names none."""
+    """Return the labels of a checkpoint's classification head, in order; empty where config.json names none."""
     named = config.get("id2label")
     if not isinstance(named, Mapping):
         return ()
@@ -19,5 +19,5 @@ def label_names(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether config.json names a class of models that classify texts, transformers' own or one that surgeon ships."""
+    """Return whether config.json names a text classifier class, of transformers or shipped by surgeon."""
     return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())

@@ -1,4 +1,4 @@
-"""Files whose bytes do not move: hard-linked under a second name, or sharing another file's blocks (a reflink)."""
+"""Sharing a file's bytes without a copy: a hard link (a second name), or a reflink (a file that shares the blocks)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from surgeon.errors import BadInput, printable
 
-# ioctl_ficlone(2): the target becomes a file of its own with the source's blocks, copied when one of them is written.
+# ioctl_ficlone(2): the target becomes a separate file that shares the source's blocks; a write copies the block first.
 _FICLONE = 0x40049409
 _WRITING = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _WITHOUT = "leave out --link, and it is copied"
 
 
 def clone(source: int, target: int) -> bool:
-    """Make the open file `target` share all blocks of `source`; False where their file system cannot."""
+    """Make the open file `target` share all blocks of `source`; return False where the file system cannot do this."""
     if sys.platform != "linux":
         return False
     import fcntl
@@ -32,16 +32,16 @@ def clone(source: int, target: int) -> bool:
 
 
 def can_clone(source: int, folder: Path) -> bool:
-    """Whether a file in `folder` can share the blocks of `source`; tried on a file without a name."""
+    """Return whether a file in `folder` can share the blocks of `source`, tried with an unnamed temporary file."""
     with suppress(OSError), tempfile.TemporaryFile(dir=folder) as trial:
         return clone(source, trial.fileno())
     return False
 
 
 def check_linkable(source: int, path: Path, folder: Path) -> None:
-    """Raise BadInput where the open file `source`, which lies at `path`, cannot get a second name in `folder`.
+    """Raise BadInput where the open file `source` at `path` cannot get a second name in `folder`.
 
-    It must be ours: what two folders hold in common is made read-only, and only its owner can do that.
+    The user must own it: a file shared by two folders is made read-only, which only its owner can do.
     """
     found, shown = os.fstat(source), printable(str(path))
     if found.st_dev != folder.stat().st_dev:
@@ -55,10 +55,10 @@ def check_linkable(source: int, path: Path, folder: Path) -> None:
 
 
 def hard_link(source: int, path: Path, target: Path) -> None:
-    """Make the open file `source`, which lies at `path`, read-only, and give it the second name `target`.
+    """Make the open file `source` at `path` read-only, and give it the second name `target`.
 
-    Both names are of one file from then on: who writes to one writes to the other, so nobody may write. Raises BadInput
-    where it cannot be made so, or cannot be linked; nothing has the name `target` then.
+    Both names then refer to one file: a write through one name would change both, so nobody may write. Raises BadInput
+    where the file cannot be made read-only or linked; the name `target` does not exist then.
     """
     shown = printable(str(path))
     try:

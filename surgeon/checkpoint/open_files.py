@@ -1,6 +1,6 @@
-"""Files of a folder, held open from before they are checked until they are sent: what is sent is what was checked.
+"""Files of a folder that stay open from the check until they are sent, so that exactly the checked bytes are sent.
 
-No link is followed on the way, neither by a file nor by a folder within; only the folder itself may be reached by one.
+No link is followed, neither to a file nor to a folder within; only the folder itself may be reached through a link.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from surgeon.checkpoint.known_digests import Stamp
 from surgeon.checkpoint.source import open_regular
 from surgeon.errors import BadInput, printable
 
-# Where the system names a descriptor's own file: a path that no swap of names can lead elsewhere. Not so /dev/fd of
-# macOS, whose descriptors share one position; there the files' own paths serve, and `check_unchanged` finds a swap.
+# Linux's path to the file behind a descriptor, which renaming files cannot redirect. On macOS, descriptors of /dev/fd
+# share one position, so the files' own paths are used there, and `check_unchanged` finds a replaced file.
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class HeldFolder:
-    """A folder and some of its files, open until the `with` block ends.
-
-    Raises BadInput where the folder is none or cannot be read.
-    """
+    """A folder and some of its files, kept open until the `with` block ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,22 +38,22 @@ class HeldFolder:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Bytes of every file that is held."""
+        """The size in bytes of every open file."""
         return MappingProxyType({name: facts.size for name, (_, facts) in self._files.items()})
 
     def hold(self, name: str) -> None:
         """Open the file `name` (relative, `/` between parts). Raises BadInput for anything but a regular file.
 
-        A link is refused wherever it leads: an allow-list of names says nothing of what lies behind one.
+        A link is refused wherever it leads: an allow-list of names cannot judge the target of a link.
         """
         self._refuse_links(name)
         descriptor = open_regular(self.path, name)
         self._files[name] = descriptor, Stamp.of(os.fstat(descriptor))
-        # A link that came after the look above and was followed shows itself here.
+        # Detects a link that was created after the check above and then followed.
         self._check(name)
 
     def content(self, name: str) -> bytes:
-        """All bytes of a small file that is held. Raises BadInput where it cannot be read."""
+        """Return all bytes of a small open file. Raises BadInput where it cannot be read."""
         descriptor, facts = self._files[name]
         try:
             return os.pread(descriptor, facts.size, 0)
@@ -64,12 +61,12 @@ class HeldFolder:
             raise BadInput(f"{self._shown(name)}: cannot be read ({error.strerror})") from None
 
     def place(self, name: str) -> Path:
-        """A path that leads to the file that is held, where the system has one; else its own path."""
+        """Return a path that leads to the open file itself, where the system has one; else the file's own path."""
         own = _DESCRIPTORS / str(self._files[name][0])
         return own if own.exists() else self.path / name
 
     def check_unchanged(self) -> None:
-        """Raise BadInput where a file that is held was written, replaced or linked since."""
+        """Raise BadInput where an open file was written, replaced or linked since it was opened."""
         for name in self._files:
             self._check(name)
 
@@ -92,7 +89,7 @@ class HeldFolder:
             try:
                 linked = stat.S_ISLNK(os.lstat(path).st_mode)
             except OSError:
-                # Opening it gives the error, and `_check` compares what is there.
+                # Opening the file later gives the error, and `_check` detects a difference.
                 return
             if linked:
                 raise BadInput(

@@ -1,6 +1,6 @@
-"""The code that a checkpoint brings for its own model: which files, and what its `auto_map` names in them.
+"""The code that a checkpoint contains for its own model: its files, and the classes that its `auto_map` names in them.
 
-Read as bytes; nothing is imported here. A folder has it once the user trusts it (`--trust-remote-code`).
+The code is read as bytes; nothing is imported here. A folder has it only if the user trusts it (`--trust-remote-code`).
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from surgeon.errors import BadInput, printable
 from surgeon.grafts.bundle import CODE_FILE
 from surgeon.grafts.composition import PREFIX
 
-# As transformers reads `auto_map`: a module beside the weights, and a class in it.
+# The form of an `auto_map` entry in transformers: a module next to the weights, and a class in it.
 _REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*")
 _FILE = re.compile(r"[A-Za-z_]\w{0,99}\.py")
 
 
 @dataclass(frozen=True)
 class OwnCode:
-    """The modules beside a checkpoint's weights, by file name, and the classes that its `auto_map` names."""
+    """The Python modules next to a checkpoint's weights, by file name, and the classes that its `auto_map` names."""
 
     files: Mapping[str, bytes]
     classes: Mapping[str, str]
 
     @property
     def builds_models(self) -> bool:
-        """Whether the model is built of it: an `auto_map` may name a tokenizer alone."""
+        """Whether the model is built of this code: an `auto_map` may name only a tokenizer."""
         return builds_models(self.classes)
 
     @cached_property
     def digest(self) -> str:
-        """One digest of all of it."""
+        """One digest of all files and class names."""
         digests = {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()}
         return hashlib.sha256(json.dumps([digests, dict(self.classes)], sort_keys=True).encode()).hexdigest()
 
 
 def has_own_code(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that its model is built of classes beside the weights, which are not surgeon's.
+    """Return whether a config.json names model classes next to the weights that are not surgeon's.
 
-    Those of a grafted model are surgeon's, of this version or another.
+    The classes of a grafted model are surgeon's, of this version or another.
     """
     return bool(config.get("auto_map")) and not str(config.get("model_type", "")).startswith(PREFIX)
 
 
 def builds_models(classes: Mapping[str, object]) -> bool:
-    """Whether an `auto_map` names a class for models."""
+    """Return whether an `auto_map` names a model class."""
     return any(auto.startswith("AutoModel") for auto in classes)
 
 
 def own_code(config: Mapping[str, Any], source: Source, scripts: Iterable[str]) -> OwnCode:
-    """The code of a folder that the user trusts. Raises BadInput where a file of it cannot be read.
+    """Return the code of a folder that the user trusts. Raises BadInput where a code file cannot be read.
 
-    Scripts in folders below, or of names that no module has, are none of the model's: nothing can import them.
+    Scripts in subfolders, or with names that no module can have, are left out: nothing can import them.
     """
     files: dict[str, bytes] = {}
     for name in scripts:
@@ -76,9 +76,9 @@ def own_code(config: Mapping[str, Any], source: Source, scripts: Iterable[str]) 
 
 
 def module_and_class(code: OwnCode, auto: str) -> tuple[str, str] | None:
-    """The module and the class that the `auto_map` names for an auto class; None where it names none.
+    """Return the module and class that `auto_map` names for an auto class; None where it names none.
 
-    Raises BadInput for code that lies elsewhere, or that is not there.
+    Raises BadInput for code in another repository, or code that is missing.
     """
     reference = code.classes.get(auto)
     if reference is None:

@@ -28,7 +28,7 @@ _OF_TOKENIZER = re.compile(r"token|vocab|merges|template|tekken|\.(model(\.v\w+)
 _AGAIN = "get the adapter's own file again"
 _PICKLE = "adapter_model.bin"
 
-# Keys that the product depends on are read; others are about training, or must be empty (see `check_settings`).
+# Keys that change the product B A are read; others concern only training, or must be empty (see `check_settings`).
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "alpha_pattern", "init_lora_weights"}
 _OF_NO_EFFECT = {
     "task_type",
@@ -43,13 +43,13 @@ _OF_NO_EFFECT = {
     "layers_pattern",
     # The tensors' shapes give the ranks.
     "rank_pattern",
-    # How the base stores its matrix, which PEFT sees by itself.
+    # How the base stores its matrix; PEFT detects this itself.
     "fan_in_fan_out",
     "megatron_core",
     "qalora_group_size",
     "ensure_weight_tying",
     "runtime_config",
-    # Settings of initialisations, which count by `init_lora_weights` only.
+    # Settings of initialisations, which take effect only through `init_lora_weights`.
     "loftq_config",
     "eva_config",
     "corda_config",
@@ -70,9 +70,9 @@ class AdapterTensor:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a blueprint needs of an adapter and a manifest keeps of it: no weights, no path.
+    """The facts about an adapter that a blueprint needs and a manifest keeps: no weights, no path.
 
-    `id` is a Hub id or a folder's name, `revision` the commit on the Hub. `tensors` are by PEFT's names.
+    `id` is a Hub id or a folder's name, `revision` the commit on the Hub. `tensors` has PEFT's names as keys.
     """
 
     id: str
@@ -84,7 +84,7 @@ class Adapter:
     tensors: Mapping[str, AdapterTensor]
 
     def scale(self, module: str, rank: int) -> float:
-        """The factor of the product B A at `module` (a path in the base model), as PEFT reads its patterns."""
+        """Return the factor of B A at `module` (a path in the base model), with patterns matched as in PEFT."""
         alpha = matched(self.alpha_pattern, module, self.alpha, self._matcher)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -93,7 +93,7 @@ class Adapter:
         return Matcher(f"{printable(self.id)}: `alpha_pattern`")
 
     def identity(self) -> dict[str, Any]:
-        """All fields as JSON data, for a digest."""
+        """Return all fields as JSON data, for a digest."""
         tensors = {name: [tensor.dtype, list(tensor.shape), tensor.sha256] for name, tensor in self.tensors.items()}
         facts = [self.id, self.revision, self.alpha, self.rslora, self.dropout]
         return {"facts": facts, "alpha_pattern": dict(self.alpha_pattern), "tensors": tensors}
@@ -110,7 +110,10 @@ class AdapterFolder:
 
     @classmethod
     def open(cls, path: Path, *, id: str, revision: str | None = None) -> AdapterFolder:
-        """Open a local folder and hash its tensors. Raises BadInput for what is no LoRA that stands by itself."""
+        """Open a local folder and hash its tensors.
+
+        Raises BadInput for anything but a LoRA that needs only its base's weights.
+        """
         if path.is_file():
             raise BadInput(f"{printable(str(path))}: a file; give the adapter's folder, {printable(str(path.parent))}")
         source = LocalSource(path)
@@ -148,18 +151,19 @@ class AdapterFolder:
 
     @property
     def shown(self) -> str:
-        """Its config's path, for messages."""
+        """The path of its config, for messages."""
         return printable(str(self._source.path / ADAPTER_CONFIG))
 
     @property
     def shown_weights(self) -> str:
-        """Its tensors' path, for messages."""
+        """The path of its tensor file, for messages."""
         return printable(str(self._source.path / ADAPTER_WEIGHTS))
 
     def check_settings(self, known: Collection[str], reasons: Mapping[str, str], advice: str) -> None:
         """Raise BadInput for a setting that makes the adapter more than B A times a number at linear modules.
 
-        `known` are keys that the caller reads itself; `reasons` say why others are in the way, `advice` what to do.
+        `known` are keys that the caller reads itself. `reasons` explain why other keys are refused; `advice` tells the
+        user what to do.
         """
         for key, value in self.config.items():
             if key in _READ or key in _OF_NO_EFFECT or key in known or value in (None, False, "", [], {}, "none"):
@@ -168,7 +172,7 @@ class AdapterFolder:
             raise BadInput(f"{self.shown}: `{printable(key)}` is {_show(value)}: {reason}; {advice}")
 
     def read(self, name: str) -> bytearray:
-        """One tensor's bytes. Raises BadInput where they changed after the adapter was opened."""
+        """Return one tensor's bytes. Raises BadInput where they changed after the adapter was opened."""
         content = read_tensor(self._source, next(info for info in self._header.tensors if info.name == name))
         if hashlib.sha256(content).hexdigest() != self.facts.tensors[name].sha256:
             raise BadInput(
@@ -178,25 +182,25 @@ class AdapterFolder:
 
     @property
     def side_files(self) -> tuple[str, ...]:
-        """The names of the files of a tokenizer, with its chat template."""
+        """The names of the tokenizer's files, chat template included."""
         return tuple(filter(is_of_tokenizer, self._source.listing()))
 
     def read_side_file(self, name: str) -> bytes:
-        """The content of one of them."""
+        """Return the content of one of `side_files`."""
         return self._source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
 
     def check_unchanged(self) -> None:
-        """Raise BadInput where the adapter's file is not the one that was opened."""
+        """Raise BadInput where the adapter's file changed since it was opened."""
         self._source.check_unchanged()
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Whether a side file says how text becomes tokens, or a chat text."""
+    """Return whether a side file belongs to the tokenizer or its chat template."""
     return is_side_file(name) and _OF_TOKENIZER.search(name) is not None
 
 
 def check_adapter_files(listing: Iterable[str], shown: str, tree: Iterable[str]) -> None:
-    """Raise BadInput where the folder lacks the files of an adapter that can be read; `tree` are those below too."""
+    """Raise BadInput where the folder lacks the files of a readable adapter; `tree` also lists files in subfolders."""
     names = {name.removesuffix("/") for name in listing}
     if any(name.startswith("adapters.") for name in names):
         raise BadInput(
@@ -225,13 +229,13 @@ def check_adapter_files(listing: Iterable[str], shown: str, tree: Iterable[str])
 
 
 def matched(patterns: Mapping[str, float], module: str, default: float, matcher: Matcher) -> float:
-    """The number of the first pattern that names a module, by its path or the end of it, as PEFT matches them."""
+    """Return the number of the first pattern that matches a module's path or its end, as in PEFT; else `default`."""
     starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
     return next((value for pattern, value in patterns.items() if matcher.whole(pattern, module, starts)), default)
 
 
 def _check_kind(config: Mapping[str, Any], shown: str) -> None:
-    """Refuse what is no LoRA, and one that stands beside other weights than the base's own."""
+    """Raise BadInput for an adapter that is no LoRA, or was trained on weights other than the base's own."""
     kind = config.get("peft_type")
     if kind != "LORA":
         way = "write it so" if str(kind).upper() == "LORA" else "give another adapter"
@@ -266,7 +270,7 @@ def _dropout(config: Mapping[str, Any], shown: str) -> float:
 
 
 def numbers_of(config: Mapping[str, Any], key: str, shown: str) -> dict[str, float]:
-    """A setting's numbers by names of modules, or patterns of them."""
+    """Return a setting that maps module names, or patterns, to numbers."""
     found = config.get(key) or {}
     if not isinstance(found, dict):
         raise BadInput(f"{shown}: `{key}` must map names of modules to numbers; {_AGAIN}")

@@ -1,6 +1,6 @@
-"""The bytes that pieces of files stand for: read in order, copied into a file, compared with what a file holds.
+"""The bytes that pieces of files describe: read in order, copied into a file, or compared with a file's bytes.
 
-A header is a map too: pieces of tensors are, through it, pieces of the files that hold these (`in_files`).
+A header is a map too: it turns pieces of tensors into pieces of the files that hold the tensors (`in_files`).
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.checkpoint.ranges import copy_range, fill, pieces_of, write_all
 
-# Of a run: two of them fit a core's cache, so that a block is still there when it is hashed and compared.
+# Bytes read at a time from a run. Two such blocks fit a core's cache, so that a block is still cached when compared.
 _CHUNK = 512 * 1024
-# Of rows that are gathered from several places.
+# Bytes of a block of rows that are gathered from several places.
 _BUFFER = 8 * 1024 * 1024
-# Runs of at most so many numbers are copied number by number, all runs at once, which is then faster.
+# Runs of at most this many numbers are copied number by number for all runs at once, which is faster for short runs.
 _SHORT = 32
 
-# Gives the descriptor of a file by its place (`OpenShards`).
+# A function that returns the descriptor of a file, given its place (`OpenShards`).
 Opened = Callable[[str], int]
 
 
 class OtherBytes(Exception):
-    """A file does not hold the bytes that pieces say it does."""
+    """A file does not contain the bytes that its pieces describe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """So many bytes that are of no other tensor."""
+    """A range of `length` bytes that come from no other tensor."""
 
     length: int
 
 
 def places_of(infos: Mapping[str, TensorInfo], source: str = "") -> dict[str, Pieces]:
-    """Tensors as pieces of the files in which they lie, whose places are in the source of this name (`OpenShards`)."""
+    """Return each tensor as a piece of its file; the file's place begins with the source's name (`OpenShards`)."""
     return {
         name: Pieces(info.nbytes, (Span(f"{source}/{info.file}", info.begin, info.nbytes),))
         for name, info in infos.items()
@@ -45,14 +45,14 @@ def places_of(infos: Mapping[str, TensorInfo], source: str = "") -> dict[str, Pi
 
 
 def in_files(maps: Mapping[str, Pieces], infos: Mapping[str, TensorInfo]) -> dict[str, Pieces]:
-    """Pieces of tensors as pieces of the files in which these lie."""
+    """Convert pieces of tensors to pieces of the files that hold the tensors."""
     read = {name: infos[name] for pieces in maps.values() for name in pieces.tensors}
     places = places_of(read)
     return {name: pieces.through(places) for name, pieces in maps.items()}
 
 
 def read_in_order(pieces: Pieces, opened: Opened) -> Iterator[memoryview | Gap]:
-    """The bytes that are pieces of files, from the first to the last. Raises BadInput where a file ends early."""
+    """Yield the bytes that the pieces describe, from first to last. Raises BadInput where a file ends early."""
     at = 0
     for band in _bands(pieces.spans):
         if band[0].at > at:
@@ -64,9 +64,9 @@ def read_in_order(pieces: Pieces, opened: Opened) -> Iterator[memoryview | Gap]:
 
 
 def compared(pieces: Pieces, opened: Opened, file: int, begin: int) -> Iterator[tuple[bytearray | memoryview, bool]]:
-    """The bytes at `begin` of the open `file`, which `pieces` describe, in order; each with whether others hold them.
+    """Yield the bytes at `begin` of the open `file` in order, each block with whether `pieces` gives its source.
 
-    Raises OtherBytes where they differ from those of the file that a span is of, BadInput where a file ends early.
+    Raises OtherBytes where the bytes differ from the source's bytes, BadInput where a file ends early.
     """
     for piece in read_in_order(pieces, opened):
         if isinstance(piece, Gap):
@@ -84,10 +84,10 @@ def compared(pieces: Pieces, opened: Opened, file: int, begin: int) -> Iterator[
 
 
 def copy_pieces(pieces: Pieces, opened: Opened, *, target: int, begin: int, progress: Callable[[int], None]) -> None:
-    """Lay the bytes that `pieces` are of at `begin` of the open file `target`; runs are copied by the kernel.
+    """Copy the bytes that `pieces` describe to position `begin` of the open file `target`.
 
-    What no span covers is left as it is. `progress` receives the size of every part. Raises BadInput where a file ends
-    early.
+    The kernel copies single runs. Bytes that no span covers are left unchanged. `progress` receives the size of every
+    part. Raises BadInput where a file ends early.
     """
     for band in _bands(pieces.spans):
         span, at = band[0], begin + band[0].at
@@ -108,7 +108,7 @@ def copy_pieces(pieces: Pieces, opened: Opened, *, target: int, begin: int, prog
 
 
 def _bands(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
-    """Spans in the order of their bytes: one of a single run, or several whose runs make up rows without holes."""
+    """Group spans in the order of their bytes: a single run, or several spans whose runs form rows without holes."""
     nth = 0
     while nth < len(spans):
         first = spans[nth]
@@ -117,7 +117,7 @@ def _bands(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
         ends = [first.at, *(span.at + span.length for span in band)]
         tiled = all(span.at == end for span, end in zip(band, ends, strict=False))
         if first.count > 1 and not (alike and tiled and ends[-1] == first.at + first.every):
-            # No rows: run after run of all that lie between each other.
+            # The spans form no rows: yield the interleaved runs one by one.
             end = max(span.at + (span.count - 1) * span.every + span.length for span in band)
             band = _before(spans, nth, end)
             for run in sorted((s.runs(n, n + 1) for s in band for n in range(s.count)), key=lambda run: run.at):
@@ -128,7 +128,7 @@ def _bands(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
 
 
 def _before(spans: Sequence[Span], nth: int, end: int) -> Sequence[Span]:
-    """The spans from number `nth` on that begin before byte `end`."""
+    """Return the spans from number `nth` on that begin before byte `end`."""
     return spans[nth : bisect.bisect_left(spans, end, lo=nth, key=lambda span: span.at)]
 
 
@@ -146,7 +146,7 @@ def _read_band(band: Sequence[Span], opened: Opened) -> Iterator[memoryview]:
 
 
 def _gathered(band: Sequence[Span], begin: int, end: int, opened: Opened) -> memoryview:
-    """Runs `begin` to before `end` of spans, in memory; what several read of the same rows is read once."""
+    """Read runs `begin` to before `end` of the spans into memory; rows shared by several spans are read only once."""
     count, first = end - begin, band[0]
     rows = memoryview(bytearray(count * first.every))
     for (file, step), group in itertools.groupby(band, key=lambda span: (span.tensor, span.step)):
@@ -166,7 +166,7 @@ def _gathered(band: Sequence[Span], begin: int, end: int, opened: Opened) -> mem
 
 
 def _lay(span: Span, source: memoryview, into: memoryview) -> None:
-    """Copy the runs of a span from one buffer into another: run by run, or short ones number by number, all at once."""
+    """Copy a span's runs between buffers: run by run, or short runs number by number for all runs together."""
     every_number = (span.at, span.every, span.offset, span.step, span.length)
     size = next(size for size in (8, 4, 2, 1) if not any(number % size for number in every_number))
     at, every, offset, step, length = (number // size for number in every_number)
@@ -182,7 +182,7 @@ def _lay(span: Span, source: memoryview, into: memoryview) -> None:
 
 
 def _numbers(data: memoryview, size: int) -> memoryview:
-    """Bytes as numbers of `size` bytes each."""
+    """Return bytes as a view of numbers with `size` bytes each."""
     match size:
         case 8:
             return data.cast("Q")

@@ -1,7 +1,7 @@
-"""Pieces: which bytes of which tensors a tensor holds, and where in it they lie.
+"""Pieces: which byte ranges of other tensors a tensor consists of, and their positions in it.
 
-A surgery is a map from the tensors of its output to pieces of the base's. Maps compose (`Pieces.through`) and are
-turned round (`turned`), so where a base lies in an output of many surgeries is the composition of their maps.
+A surgery is a map from each output tensor to pieces of base tensors. Maps compose (`Pieces.through`) and can be
+inverted (`turned`), so composing maps locates a base in an output of many surgeries.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from surgeon.checkpoint.header import TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` runs of `length` bytes of `tensor`.
+    """A strided range of bytes: `count` runs of `length` bytes of `tensor`.
 
-    Run i is read from byte `offset + i · step` of `tensor`, and lies at byte `at + i · every` of what holds it.
+    Run i is read from byte `offset + i · step` of `tensor` and is placed at byte `at + i · every` of the holding
+    tensor.
     """
 
     tensor: str
@@ -36,16 +37,16 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs together."""
+        """The number of bytes in all runs together."""
         return self.length * self.count
 
     @property
     def places(self) -> Iterator[tuple[int, int]]:
-        """Return where its runs lie in what holds it, as (from, to)."""
+        """The (from, to) byte positions of the runs in the holding tensor."""
         return ((at, at + self.length) for at in (self.at + run * self.every for run in range(self.count)))
 
     def runs(self, first: int, stop: int) -> Span:
-        """The runs from `first` to before `stop`."""
+        """Return the runs from `first` to before `stop` as a span."""
         if (first, stop) == (0, self.count):
             return self
         count = stop - first
@@ -54,20 +55,22 @@ class Span:
         return replace(self, offset=offset, at=at, count=count, step=step, every=every)
 
     def merged(self) -> Span:
-        """The same bytes as one run, where runs follow each other on both sides."""
+        """Return the same bytes as one run where the runs are contiguous in both tensors; else the span itself."""
         one = Span(self.tensor, self.offset, self.nbytes, self.at)
         return one if self.count == 1 or self.step == self.every == self.length else self
 
     def turned(self, holder: str) -> Span:
-        """Where its bytes lie in `holder`, seen from `tensor`."""
+        """Return the inverse span: this span's bytes, read from `holder`, which holds them, at their places in
+        `tensor`.
+        """
         return Span(holder, self.at, self.length, self.offset, self.count, self.every, self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A tensor of `nbytes` bytes and the `spans` of other tensors in it, by their places, none over another.
+    """A tensor of `nbytes` bytes and the `spans` of other tensors in it, sorted by position, without overlaps.
 
-    What no span covers is made otherwise: constant, or computed.
+    Bytes that no span covers have another origin: they are constant, or computed.
     """
 
     nbytes: int
@@ -75,7 +78,7 @@ class Pieces:
 
     @classmethod
     def of(cls, nbytes: int, spans: Iterable[Span]) -> Pieces:
-        """The spans in order, those joined into one that follow each other on both sides."""
+        """Build pieces from spans: sort them by position and join spans that are contiguous in both tensors."""
         found: list[Span] = []
         for span in sorted((each.merged() for each in spans), key=lambda each: each.at):
             if found and (joined := _joined(found[-1], span)) is not None:
@@ -86,29 +89,32 @@ class Pieces:
 
     @classmethod
     def whole(cls, tensor: str, nbytes: int) -> Pieces:
-        """All of a tensor, byte for byte."""
+        """Return pieces that copy a whole tensor, byte for byte."""
         return cls(nbytes, (Span(tensor, 0, nbytes),))
 
     @property
     def covered(self) -> bool:
-        """Whether every byte is of another tensor."""
+        """Whether every byte comes from another tensor."""
         return sum(span.nbytes for span in self.spans) == self.nbytes
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensors whose bytes it holds, each once, in their order."""
+        """The tensors whose bytes it holds, each once, in order of position."""
         return tuple(dict.fromkeys(span.tensor for span in self.spans))
 
     @property
     def repeats(self) -> bool:
-        """Whether a byte of another tensor lies at more than one place in it."""
+        """Whether some byte of another tensor occurs at more than one position."""
         by_tensor: dict[str, list[Span]] = {}
         for span in self.spans:
             by_tensor.setdefault(span.tensor, []).append(span.turned(""))
         return not all(map(_apart, by_tensor.values()))
 
     def through(self, maps: Mapping[str, Pieces]) -> Pieces:
-        """The same bytes as pieces of what the tensors are made of, as `maps` says; one of no map is made otherwise."""
+        """Replace every tensor by its own pieces in `maps`; return the composition.
+
+        Tensors without a map become uncovered bytes.
+        """
         found = [
             part
             for span in self.spans
@@ -119,7 +125,10 @@ class Pieces:
         return Pieces.of(self.nbytes, found)
 
     def origin_of(self, byte: int) -> tuple[str, int]:
-        """The tensor that a byte is of, and where in it."""
+        """Return the tensor from which a byte comes, and the byte's position in that tensor.
+
+        Raises IndexError if uncovered.
+        """
         for span in self.spans:
             run, within = divmod(byte - span.at, span.every) if span.every else (0, byte - span.at)
             if 0 <= run < span.count and 0 <= within < span.length:
@@ -127,29 +136,29 @@ class Pieces:
         raise IndexError(byte)
 
     def is_all_of(self, info: TensorInfo) -> bool:
-        """Whether it is a tensor whole, byte for byte."""
+        """Return whether the pieces are exactly one whole tensor, byte for byte."""
         return self == Pieces.whole(info.name, info.nbytes)
 
 
 def _joined(first: Span, second: Span) -> Span | None:
-    """Two spans as one, where the runs of the second follow those of the first on both sides."""
+    """Join two spans into one where the second's runs directly follow the first's in both tensors; else return None."""
     if any(getattr(first, name) != getattr(second, name) for name in ("tensor", "count", "step", "every")):
         return None
     if (first.offset + first.length, first.at + first.length) != (second.offset, second.at):
         return None
     length = first.length + second.length
-    # Longer than from one run to the next they may be read, where an order repeats slices, but are not one span.
+    # Where an order repeats slices, runs may become longer than their distance; such runs are not one valid span.
     if first.count > 1 and length > min(first.step, first.every):
         return None
     return replace(first, length=length).merged()
 
 
 def _through(outer: Span, inner: Span) -> Iterator[Span]:
-    """The bytes of `outer` that `inner` lays into the tensor which `outer` reads, read where `inner` reads them."""
+    """Rewrite the part of `outer` inside `inner` as spans of `inner`'s source tensor."""
     if not outer.nbytes:
         yield Span(inner.tensor, inner.offset, 0, outer.at)
     elif outer.count > 1 < inner.count and outer.step != inner.every:
-        # Runs of other distances meet one by one.
+        # The runs have different distances: intersect them one by one.
         if outer.count <= inner.count:
             for run in range(outer.count):
                 yield from _through(outer.runs(run, run + 1), inner)
@@ -173,10 +182,10 @@ def _through(outer: Span, inner: Span) -> Iterator[Span]:
 
 
 def _within(begin: int, length: int, step: int, count: int, region: Span) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the runs in a region, of those that begin at `begin`, `begin + step`, …, as (first, stop, from, to).
+    """Intersect the runs that begin at `begin`, `begin + step`, … with a region; yield (first, stop, from, to).
 
-    Runs `first` to before `stop` have their bytes `from` to `to` in the region at `region.at`: all of them where a run
-    lies in it whole, a part of those at its two ends.
+    Bytes `from` to `to` of the runs `first` to before `stop` lie in the region at `region.at`: all bytes of the runs
+    that lie in it completely, and a part of the runs at its two ends.
     """
     low, high = region.at, region.at + region.length
     if count == 1:
@@ -196,10 +205,13 @@ def _within(begin: int, length: int, step: int, count: int, region: Span) -> Ite
 
 
 def _row_by_row(outer: Span, inner: Span) -> Iterator[Span]:
-    """`_through` where the runs of both lie at one distance: run i of `outer` meets runs i + shift and next of it."""
+    """Do the work of `_through` where both spans have the same distance between runs.
+
+    Run i of `outer` overlaps the runs i + shift and i + shift + 1 of `inner`.
+    """
     shift, within = divmod(outer.offset - inner.at, inner.every)
     for moved, start in ((shift, within), (shift + 1, within - inner.every)):
-        # In the row of `inner`: its own bytes are 0 to length, those of `outer` begin at `start`.
+        # Positions in a row of `inner`: inner's bytes are 0 to length, outer's bytes begin at `start`.
         begin, end = max(0, start), min(inner.length, start + outer.length)
         first, stop = max(0, -moved), min(outer.count, inner.count - moved)
         if begin < end and first < stop:
@@ -216,11 +228,11 @@ def _row_by_row(outer: Span, inner: Span) -> Iterator[Span]:
 
 
 def turned(maps: Mapping[str, Pieces], sizes: Mapping[str, int]) -> dict[str, Pieces]:
-    """Return where the tensors that maps read lie in the tensors that they make: the maps seen from the other side.
+    """Invert maps: return where the source tensors lie in the tensors that the maps build.
 
-    `sizes` are the bytes of those to look for. A byte that is at several places is taken from the first, but where one
-    tensor holds all of another it is taken from there. Tensors that are not there whole have less than all of their
-    bytes covered (`Pieces.covered`).
+    `sizes` gives the bytes of the tensors to look for. Where a byte occurs several times, the first place is used,
+    except that a single holder with all bytes of the tensor is preferred. For a tensor that is not completely there,
+    not all bytes are covered (`Pieces.covered`).
     """
     places: dict[str, dict[str, list[Span]]] = {name: {} for name in sizes}
     for holder, pieces in maps.items():
@@ -231,7 +243,7 @@ def turned(maps: Mapping[str, Pieces], sizes: Mapping[str, int]) -> dict[str, Pi
 
 
 def _assembled(nbytes: int, by_holder: Sequence[list[Span]]) -> Pieces:
-    """Return a tensor as put together from what several others have of it."""
+    """Return a tensor's pieces, assembled from its parts in several holding tensors."""
     alone = (Pieces.of(nbytes, spans) for spans in by_holder)
     if (found := next((one for one in alone if one.covered and _apart(one.spans)), None)) is not None:
         return found
@@ -240,14 +252,14 @@ def _assembled(nbytes: int, by_holder: Sequence[list[Span]]) -> Pieces:
 
 
 def _apart(spans: Sequence[Span]) -> bool:
-    """Whether no two spans of one tensor lie over each other."""
+    """Return whether no two spans overlap in position."""
     runs = sorted(place for span in spans for place in span.places)
     return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(runs))
 
 
 def _first_of_each(spans: Iterable[Span]) -> Iterator[Span]:
-    """Spans without the bytes that one before them has."""
-    # The places that are taken, in order, none over another.
+    """Yield the spans without the bytes that an earlier span already has."""
+    # The byte ranges already taken, sorted and disjoint.
     taken: list[tuple[int, int]] = []
     for span in spans:
         for run in (span.runs(number, number + 1) for number in range(span.count)):
@@ -262,7 +274,10 @@ def _first_of_each(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def side_by_side(sizes: Sequence[int], *, before: int) -> list[Span]:
-    """How tensors lie in one that has them side by side, tensor n as `str(n)`: of each `before` runs of its size."""
+    """Return the spans of a concatenation of tensors in which tensor n is called `str(n)`.
+
+    The tensor is `before` rows; each row contains one run of `sizes[n]` bytes of every tensor n.
+    """
     begins = [0, *itertools.accumulate(sizes)]
     return [
         Span(str(n), 0, size, begin, before, *((size, begins[-1]) if before > 1 else (0, 0))).merged()
@@ -272,14 +287,14 @@ def side_by_side(sizes: Sequence[int], *, before: int) -> list[Span]:
 
 
 def stacked(parts: Sequence[Pieces], *, before: int) -> Pieces:
-    """Tensors side by side in one, `before` times a run of each."""
+    """Return the pieces of several tensors concatenated: `before` rows, each with one run of every tensor."""
     places = side_by_side([part.nbytes // before if before else 0 for part in parts], before=before)
     inner = {str(nth): part for nth, part in enumerate(parts)}
     return Pieces.of(sum(part.nbytes for part in parts), places).through(inner)
 
 
 def indices(tensor: str, shape: Sequence[int], bits: int, axis: int, order: Sequence[int]) -> Pieces:
-    """The slices `order` of a tensor along `axis`, one behind the other; `bits` are those of one element."""
+    """Return the slices `order` of a tensor along `axis`, concatenated; `bits` is the size of one element."""
     width = math.prod(shape[axis + 1 :]) * bits // 8
     before, size = math.prod(shape[:axis]), shape[axis]
     spans: list[Span] = []
@@ -295,7 +310,7 @@ def indices(tensor: str, shape: Sequence[int], bits: int, axis: int, order: Sequ
 
 
 def _runs(order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The runs of numbers that follow each other, by their first and how many they are."""
+    """Yield the runs of consecutive numbers as (first, count)."""
     if isinstance(order, range) and order.step == 1:
         if order:
             yield order.start, len(order)

@@ -1,6 +1,6 @@
-"""Ranges of bytes in open files: hashed, copied by the kernel where it can, written behind computations.
+"""Byte ranges of open files: hashing, copying (by the kernel where possible), and writing in the background.
 
-Reading and hashing release the interpreter's lock, so that another thread copies meanwhile.
+Reading and hashing release the interpreter's lock, so that another thread can copy at the same time.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Self
 
 from surgeon.errors import BadInput, printable
 
-# It fits a core's cache, so that a block is still there when it is hashed and looked at.
+# A block of this size fits a core's cache, so that it is still cached when it is hashed and inspected.
 _CHUNK = 512 * 1024
-# A model's zero tensors have only a few sizes.
+# How many digests of zeros are cached: a model's zero tensors have only a few sizes.
 _KNOWN_ZEROS = 256
 # The most bytes of one kernel copy, so that progress is reported and an interrupt is noticed.
 _KERNEL_CHUNK = 64 * 1024 * 1024
 _BUFFER = 8 * 1024 * 1024
-# The errors of a kernel, or a pair of file systems, that cannot copy so.
+# The errors of a kernel, or a pair of file systems, without support for copy_file_range.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
 # How many tensors may wait while one is written.
 _WAITING = 2
 
 
 def pieces_of(fd: int, begin: int, end: int, most: int) -> Iterator[memoryview]:
-    """The bytes `begin` to `end` in pieces of at most `most`, one after the other in one buffer.
+    """Yield the bytes `begin` to `end` in pieces of at most `most`, all in the same buffer, one after another.
 
     A mapping would count as this process's memory. Raises BadInput when the file ends before `end`.
     """
@@ -45,7 +45,7 @@ def pieces_of(fd: int, begin: int, end: int, most: int) -> Iterator[memoryview]:
 
 
 def _ends_early(fd: int, missing: int) -> BadInput:
-    """The error names the file's path where the system knows it (Linux), else its inode number."""
+    """Return the error for a file that ends too early; it names the path where known (Linux), else the inode number."""
     try:
         name = printable(str(Path(f"/proc/self/fd/{fd}").readlink()))
     except OSError:
@@ -53,7 +53,7 @@ def _ends_early(fd: int, missing: int) -> BadInput:
     return BadInput(f"{name}: ends {missing:,} bytes early; was it cut meanwhile?")
 
 
-# Looks at bytes that are read anyway.
+# A callback that inspects bytes that are read anyway.
 Look = Callable[[bytearray | memoryview], None]
 
 
@@ -62,7 +62,7 @@ def _no_look(_piece: bytearray | memoryview) -> None:
 
 
 def sha256_range(fd: int, begin: int, end: int, look: Look = _no_look) -> str:
-    """Hex sha256 of the bytes `begin` to `end` of the open file; `look` gets them piece by piece.
+    """Return the hex sha256 of the bytes `begin` to `end` of the open file; `look` receives each piece.
 
     Raises BadInput when the file ends before `end`.
     """
@@ -74,7 +74,7 @@ def sha256_range(fd: int, begin: int, end: int, look: Look = _no_look) -> str:
 
 
 def sha256_pieces(pieces: Iterable[memoryview]) -> str:
-    """Hex sha256 of `pieces`, one after the other."""
+    """Return the hex sha256 of the concatenated `pieces`."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -93,7 +93,7 @@ def fill(fd: int, buffer: bytearray | memoryview, position: int) -> None:
 
 @functools.lru_cache(maxsize=_KNOWN_ZEROS)
 def zeros_sha256(n: int) -> str:
-    """Hex sha256 of `n` zero bytes."""
+    """Return the hex sha256 of `n` zero bytes."""
     digest = hashlib.sha256()
     block = bytes(min(n, _CHUNK))
     for _ in range(n // _CHUNK):
@@ -113,7 +113,7 @@ def copy_range(
 ) -> None:
     """Copy `count` bytes between two open files; `progress` receives the size of every piece in bytes.
 
-    Raises BadInput when the source ends before; OSError (ENOSPC, EIO, …) is passed on.
+    Raises BadInput when the source ends too early; an OSError (ENOSPC, EIO, …) is passed on.
     """
     copied = _copy_in_kernel(source_fd, target_fd, source_offset, target_offset, count, progress)
     begin, target_offset = source_offset + copied, target_offset + copied
@@ -132,7 +132,10 @@ def _copy_in_kernel(
     count: int,
     progress: Callable[[int], None] | None,
 ) -> int:
-    """Bytes copied; fewer than `count` where the kernel stops: copying through the buffer then finds the cause."""
+    """Return how many bytes the kernel copied.
+
+    If fewer than `count`, the copy through a buffer continues and finds the cause.
+    """
     copied = 0
     # macOS has no such call.
     kernel_copy = getattr(os, "copy_file_range", None)
@@ -151,7 +154,7 @@ def _copy_in_kernel(
             if error.errno in _NO_KERNEL_COPY:
                 return copied
             raise
-        # Nothing moved: the source's end, or a file system that pretends (kernels 5.3 to 5.18).
+        # Nothing moved: the source has ended, or the file system only claims support (kernels 5.3 to 5.18).
         if moved == 0:
             return copied
         copied += moved
@@ -161,7 +164,7 @@ def _copy_in_kernel(
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, however often the system writes less than it is given."""
+    """Write all of `data` at `offset`, repeating where the system writes only a part."""
     rest = memoryview(data).cast("B") if data else memoryview(b"")
     while rest:
         written = os.pwrite(fd, rest, offset)
@@ -170,14 +173,14 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
 
 
 def reserve(fd: int, size: int) -> None:
-    """Make the file `size` bytes long; ranges that are never written stay holes: zeros that take no disk space."""
+    """Make the file `size` bytes long; ranges that are never written are holes: zeros that take no disk space."""
     os.ftruncate(fd, size)
 
 
 class WriteBehind:
-    """Writes to an open file by a thread, in order. An error is raised at the next `write`, or at the end.
+    """A thread that writes to an open file, in order. An error is raised at the next `write`, or at the end.
 
-    When the `with` block ends, everything is written; when it ends with an error, what waits is dropped.
+    When the `with` block ends, everything is written; when it ends with an error, waiting data is dropped.
     """
 
     def __init__(self, target: int, advance: Callable[[int], None]) -> None:
@@ -197,7 +200,7 @@ class WriteBehind:
             self._writer.shutdown(wait=True, cancel_futures=True)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write `data` at `offset` later; blocks while the queue is full. The caller must not change `data`."""
+        """Schedule `data` to be written at `offset`; block while the queue is full. The caller must not change it."""
         while len(self._pending) > _WAITING or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
         self._pending.append(self._writer.submit(self._put, data, offset))

@@ -1,6 +1,6 @@
-"""Where the files of a checkpoint come from, and how they are opened: regular files only, no links out of the folder.
+"""The files of a checkpoint and how they are opened: only regular files, and no links that lead out of the folder.
 
-An allow-list says which side files (tokenizer, chat template, licence) an output keeps.
+An allow-list defines which side files (tokenizer, chat template, licence) an output keeps.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any, Never, Protocol, Self
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.errors import BadInput, printable
 
-# Files and folders below a checkpoint's folder, of which real ones have a few dozen.
+# The most files and folders below a checkpoint's folder. Real checkpoints have a few dozen.
 MAX_ENTRIES = 100_000
 _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 def open_regular(folder: Path, name: str) -> int:
-    """A read-only descriptor of the regular file `name` (relative, checked by the caller) in `folder`.
+    """Return a read-only file descriptor of the regular file `name` in `folder`; the caller checks that `name` is
+    relative.
 
-    Nothing else is ever opened: a FIFO would hang, opening a device may have effects. Raises BadInput.
+    Only regular files are opened: a FIFO would hang, and opening a device may have effects. Raises BadInput otherwise.
     """
     path = resolved(folder, name)
     try:
@@ -41,7 +42,7 @@ def open_regular(folder: Path, name: str) -> int:
 
 
 def resolved(folder: Path, name: str) -> Path:
-    """Where the regular file `name` in `folder` lies: there, or behind a link that may be followed. Raises BadInput."""
+    """Return the path of the regular file `name` in `folder`, after following a permitted link. Raises BadInput."""
     path = named = folder / name
     try:
         if "/" in name and not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder)):
@@ -59,7 +60,7 @@ def resolved(folder: Path, name: str) -> Path:
 
 
 def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
-    """All bytes of a small regular file in `folder`. Raises BadInput where it cannot be opened or is too large."""
+    """Return all bytes of a small regular file in `folder`. Raises BadInput where it is unreadable or too large."""
     fd = open_regular(folder, name)
     try:
         size = os.fstat(fd).st_size
@@ -79,7 +80,7 @@ def _behind_link(folder: Path, link: Path) -> Path:
     target = _target(link)
     if target.is_relative_to(home):
         return target
-    # Of the Hub's cache also a folder within a snapshot.
+    # `folder` may be a subfolder of a snapshot in the Hub's cache.
     snapshot = next((place for place in (home, *home.parents) if place.parent.name == "snapshots"), None)
     repository = home if snapshot is None else snapshot.parent.parent
     if snapshot is not None and target.parent == repository / "blobs":
@@ -125,7 +126,7 @@ def _refuse(error: OSError | ValueError, path: Path) -> Never:
 
 
 MAX_SIDE_FILE_BYTES = 64_000_000
-# Side files that say how images, videos and sounds become what towers beside the text read.
+# Side files that define how images, videos and sounds are preprocessed for the towers next to the text model.
 IMAGE_FILES = frozenset(
     {
         "preprocessor_config.json",
@@ -148,7 +149,7 @@ _EXACT = frozenset(
         "chat_template.json",
         "chat_template.jinja",
         *IMAGE_FILES,
-        # What tokenizers of single types are made of beside these.
+        # Further tokenizer files that only single model types have.
         "tekken.json",
         "bpe.codes",
         "byte_maps.json",
@@ -165,8 +166,8 @@ _EXACT = frozenset(
     }
 )
 
-# Plain names only: a letter, digit or underscore first, so nothing hidden. `*.model` are sentencepiece tokenizers, some
-# with a version behind (`tokenizer.model.v3`).
+# Only plain names: the first character is a letter, digit or underscore, so no hidden file matches. `*.model` files are
+# sentencepiece tokenizers, some with a version suffix (`tokenizer.model.v3`).
 _PATTERN = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.(model(\.v[0-9][a-z0-9]*)?|tiktoken)"
     r"|(LICENSE|LICENCE|NOTICE|USE_POLICY)[A-Za-z0-9_-]*(\.md|\.txt)?"
@@ -177,7 +178,7 @@ TEMPLATES_FOLDER = "additional_chat_templates"
 
 
 def is_side_file(name: str) -> bool:
-    """Whether an output keeps a file of this name (relative to the checkpoint's folder, `/` between parts)."""
+    """Return whether an output keeps a file of this name (relative to the checkpoint's folder, parts joined by `/`)."""
     return name in _EXACT or _PATTERN.fullmatch(name) is not None
 
 
@@ -186,39 +187,42 @@ class Source(Protocol):
 
     @property
     def shown(self) -> str:
-        """The name that errors use, fit for a terminal."""
+        """The checkpoint's name in error messages, safe to print on a terminal."""
 
     @property
     def at_hand(self) -> bool:
-        """Whether its small files can be read without a download."""
+        """Whether the small files can be read without a download."""
 
     def listing(self) -> dict[str, int]:
-        """Every file's relative name and size in bytes, sorted; a folder's name ends in `/`."""
+        """Return every file's relative name and size in bytes, sorted; a folder's name ends in `/`."""
 
     def tree(self) -> Iterator[str]:
-        """Every file's relative name, those in subfolders too; links to folders are not followed."""
+        """Yield every file's relative name, also in subfolders; links to folders are not followed."""
 
     def small(self, name: str, *, max_bytes: int) -> bytes:
-        """A small file's content."""
+        """Return the content of a small file."""
 
     def check_small(self, name: str) -> None:
-        """Raise BadInput where the file is not one that `small` would read."""
+        """Raise BadInput where `small` would refuse the file."""
 
     def headers(self, files: list[str]) -> dict[str, Header]:
-        """The header of each shard."""
+        """Return the header of each shard."""
 
     def open_shard(self, file: str) -> int:
-        """A read-only descriptor of a shard whose header was read."""
+        """Return a read-only file descriptor of a shard after `headers` has read its header."""
 
     def identity(self) -> list[dict[str, Any]]:
-        """Facts by which a changed shard is noticed."""
+        """Return facts that reveal whether a shard has changed."""
 
     def check_unchanged(self) -> None:
-        """Raise BadInput where a shard is no longer the one whose header was read."""
+        """Raise BadInput where a shard has changed since its header was read."""
 
 
 def read_tensor(source: Source, info: TensorInfo, part: slice | None = None) -> bytearray:
-    """The bytes of one tensor, or a `part` of them. Raises BadInput where its file has changed or was truncated."""
+    """Return the bytes of one tensor, or of a `part` of it.
+
+    Raises BadInput where its file has changed or was truncated.
+    """
     begin, end, _ = (part or slice(None)).indices(info.nbytes)
     content, position = bytearray(end - begin), info.begin + begin
     rest = memoryview(content)
@@ -261,7 +265,7 @@ _NOT_READ = {
 
 
 class LocalSource:
-    """A folder on this machine."""
+    """A checkpoint in a folder on this machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -270,7 +274,10 @@ class LocalSource:
         self._identities: dict[str, _Identity] = {}
 
     def listing(self) -> dict[str, int]:
-        """Every file's relative name and size in bytes, with chat templates. Raises BadInput for no readable folder."""
+        """Return every file's relative name and size in bytes, chat templates included.
+
+        Raises BadInput for an unreadable folder.
+        """
         try:
             return dict(sorted({**_list(self.path, ""), **self._templates()}.items()))
         except FileNotFoundError:
@@ -285,14 +292,14 @@ class LocalSource:
             raise BadInput(f"{self.shown}: a name with a NUL character, which no folder has; check the path") from None
 
     def tree(self) -> Iterator[str]:
-        """Every file's relative name, those in subfolders too. Raises BadInput where there are too many."""
+        """Yield every file's relative name, also in subfolders. Raises BadInput where there are too many files."""
         waiting, seen = [""], 0
         while waiting:
             folder = waiting.pop()
             try:
                 found = _list(self.path / folder, folder)
             except OSError:
-                # No loader can read it either; a folder that is gone or unreadable at the top is refused by `listing`.
+                # No loader can read this subfolder either. `listing` refuses a missing or unreadable top folder.
                 continue
             seen += len(found)
             if seen > MAX_ENTRIES:
@@ -313,7 +320,7 @@ class LocalSource:
         return _list(folder, f"{TEMPLATES_FOLDER}/")
 
     def small(self, name: str, *, max_bytes: int) -> bytes:
-        """A small file's content. Raises BadInput where it cannot be opened or is too large."""
+        """Return a small file's content. Raises BadInput where it cannot be opened or is too large."""
         return read_capped(self.path, name, max_bytes=max_bytes)
 
     def check_small(self, name: str) -> None:
@@ -321,7 +328,10 @@ class LocalSource:
         os.close(open_regular(self.path, name))
 
     def headers(self, files: list[str]) -> dict[str, Header]:
-        """The header of each shard, which must not change from now on. Raises BadInput for a broken one."""
+        """Read each shard's header and remember the shard's identity. Raises BadInput for a damaged shard.
+
+        `open_shard` refuses a shard that changes after this.
+        """
         found: dict[str, Header] = {}
         for file in files:
             fd = open_regular(self.path, file)
@@ -335,7 +345,10 @@ class LocalSource:
         return found
 
     def open_shard(self, file: str) -> int:
-        """A read-only descriptor of a shard. Raises BadInput where it is not the one whose header was read."""
+        """Return a read-only file descriptor of a shard.
+
+        Raises BadInput where the shard changed since its header was read.
+        """
         fd = open_regular(self.path, file)
         if _Identity.of(fd) != self._identities[file]:
             os.close(fd)
@@ -346,18 +359,21 @@ class LocalSource:
         return fd
 
     def place(self, file: str) -> Path:
-        """Where a file really lies, behind a link of the Hub's cache. Raises BadInput for no regular file."""
+        """Return a file's real path, after following a link of the Hub's cache.
+
+        Raises BadInput where it is no regular file.
+        """
         return resolved(self.path, file)
 
     def identity(self) -> list[dict[str, Any]]:
-        """Name, size, mtime in nanoseconds and inode of every shard."""
+        """Return the name, size, mtime in nanoseconds and inode of every shard."""
         return [
             {"name": file, "size": known.size, "mtime_ns": known.mtime_ns, "inode": known.inode}
             for file, known in sorted(self._identities.items())
         ]
 
     def check_unchanged(self) -> None:
-        """Open every shard once more and compare. Raises BadInput where one has changed."""
+        """Open every shard again and compare its identity. Raises BadInput where one has changed."""
         for file in self._identities:
             os.close(self.open_shard(file))
 
@@ -383,9 +399,10 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 class OpenShards:
-    """Shards that are read from, opened at first need and closed together.
+    """Shards that are opened when first needed and closed together.
 
-    `sources` have names of the caller's; the place of a shard is its source's name and its file, with `/` between.
+    `sources` maps names, which the caller chooses, to sources. A shard's place is its source's name, `/` and its file
+    name.
     """
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
@@ -400,7 +417,7 @@ class OpenShards:
             os.close(descriptor)
 
     def opened(self, place: str) -> int:
-        """The descriptor of a shard. Raises BadInput where it was changed since its header was read."""
+        """Return a shard's file descriptor. Raises BadInput where the shard changed since its header was read."""
         if place not in self._opened:
             source, _, file = place.partition("/")
             self._opened[place] = self._sources[source].open_shard(file)

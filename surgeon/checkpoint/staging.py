@@ -1,11 +1,11 @@
-"""The staged output: written beside its destination, recorded in a journal file by file, published by one rename.
+"""The staged output: written next to its destination, recorded in a journal file by file, published by one rename.
 
-`.out.surgeon/` beside `out` holds `lock` (held while a process works here), `journal.jsonl` (the files that are done
-and flushed) and `out/` (the files so far). If the run is interrupted, `out` is absent or complete, and the same
-command continues from the journal.
+`.out.surgeon/` next to `out` contains `lock` (locked while a process works here), `journal.jsonl` (the files that are
+complete and flushed) and `out/` (the files so far). If the run is interrupted, `out` is absent or complete, and the
+same command continues from the journal.
 
-An `out` that is an empty folder may be a mounted volume, which nothing can be renamed to. `.out.surgeon/` is in it
-then, and each file is renamed into `out`, last of all those without which nothing loads the others.
+An `out` that is an empty folder may be a mounted volume, which nothing can be renamed to. In this case `.out.surgeon/`
+is created inside `out`, and each file is renamed into `out`; the files that identify the folder to loaders come last.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from surgeon.errors import BadInput, printable
 _JOURNAL = "journal.jsonl"
 _STAGED = "out"
 _FORMAT = 1
-# By these loaders know what a folder is.
+# The files by which loaders recognise the kind of a folder; they are moved last.
 _LAST = (DELTA_FILE, ADAPTER_CONFIG, CONFIG_FILE)
 
 
@@ -47,7 +47,7 @@ class _Journal:
 
     @classmethod
     def read(cls, path: Path) -> _Journal:
-        """The journal at `path`, empty where there is none. Raises BadInput for what is no file."""
+        """Return the journal at `path`, empty where there is none. Raises BadInput where `path` is no regular file."""
         journal = cls()
         for line in (read_own(path) or b"").splitlines(keepends=True):
             try:
@@ -67,13 +67,13 @@ class _Journal:
 
 
 class Staging:
-    """An output that one run is writing; no other process can write it meanwhile.
+    """An output that one run is writing; no other process can write it at the same time.
 
-    `folder` takes the files; `done` journals each, `is_done` finds those of an earlier run with the same
-    `fingerprint`, `publish` makes them `out`. Leaving the `with` block without `publish` leaves `out` absent and
-    the staged files for the next run. `already_published`: an earlier run of this fingerprint was killed after
-    its `out` was complete. Entering raises BadInput when another process writes the same `out` or when
-    `out` exists already; OSError of the file system (disk full, …) is passed on.
+    Files are written into `folder`. `done` adds each to a journal, `is_done` finds files of an earlier run with the
+    same `fingerprint`, and `publish` renames them to `out`. Leaving the `with` block without `publish` leaves `out`
+    absent and keeps the staged files for the next run. `already_published`: an earlier run of this fingerprint was
+    killed after its `out` was complete. Entering raises BadInput when another process writes the same `out` or when
+    `out` exists already; an OSError of the file system (disk full, …) is passed on.
     """
 
     def __init__(self, out: Path, *, fingerprint: str, say: Callable[[str], None]) -> None:
@@ -86,7 +86,7 @@ class Staging:
         self._say = say
         self._journal = -1
         self._done: dict[str, dict[str, Any]] = {}
-        # Files that this run took over or wrote: an earlier run may have left more.
+        # Files that this run reused or wrote; an earlier run may have left further files.
         self._used: set[str] = set()
         self._writing = threading.Lock()
         self._published = False
@@ -104,7 +104,7 @@ class Staging:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if isinstance(error, BadInput) and error.args:
-            # Who reads it knows OUT and its files, and finds no staged one.
+            # The user knows OUT and its files, not the staged ones.
             error.args = (str(error).replace(str(self.folder), str(self.out)), *error.args[1:])
         try:
             if not self._published and not self.already_published and not self._done:
@@ -113,7 +113,7 @@ class Staging:
             self._release()
 
     def is_done(self, file: str) -> dict[str, Any] | None:
-        """The journal's record of a file that nobody has touched since, else None."""
+        """Return the journal's record of a file that is unchanged since it was staged, else None."""
         record = self._unchanged(file)
         if record is not None:
             self._used.add(file)
@@ -138,14 +138,14 @@ class Staging:
         self._used.add(file)
 
     def abandon(self) -> None:
-        """Drop what is done, so that leaving removes it: for a run that the same command could never finish."""
+        """Forget the finished files, so that leaving removes them: for a run that the same command can never finish."""
         self._done.clear()
 
     def publish(self) -> None:
         """Rename the staged folder to `out`, durably. Every file in it must be in the journal.
 
-        Files of an earlier run that this one neither needed nor wrote are dropped: the base may have lost a
-        side file meanwhile. Raises BadInput where `out` exists by now, or what leads to it was moved or replaced.
+        Files of an earlier run that this run neither needed nor wrote are dropped: the base may have lost a side file
+        in between. Raises BadInput where `out` exists by now, or a folder on the way to it was moved or replaced.
         """
         self._work.check_there()
         staged = self._staged()
@@ -177,7 +177,7 @@ class Staging:
             )
 
     def _move(self) -> None:
-        """Give all that is staged its place, or what is still staged where a run was killed meanwhile."""
+        """Move every staged file to its place in `out`; continues a move that a killed run began."""
         if not self._within:
             if self.folder.exists():
                 self.folder.rename(self.out)
@@ -220,7 +220,7 @@ class Staging:
                 (self.folder / name).unlink()
         kept = sum(self._unchanged(file) is not None for file in self._done)
         if lost := len(self._done) - kept:
-            # Copied or unpacked here they have other inodes and times, whatever the journal says.
+            # For example the folder was copied or unpacked here: inodes and times then differ from the journal.
             self._say(
                 f"{printable(str(self.working))}: {lost} files are not as they were written here, so they are written"
                 " again"
@@ -234,7 +234,7 @@ class Staging:
         found = self.out.stat()
         if not self._within and (self.folder.exists() or journal.published != [found.st_ino, found.st_dev]):
             return False
-        # A journal from elsewhere could guess the folder's number, not when each file was written here.
+        # A journal copied from elsewhere could match the folder's inode by chance, but not each file's write time.
         staged = {self.folder / name: name for name in self._staged()} if self._within else {}
         there = {path: str(path.relative_to(self.out)) for top in foreign_in(self.out) for path in _below(top)}
         return bool(staged or there) and all(
@@ -242,7 +242,7 @@ class Staging:
         )
 
     def _set_aside(self) -> None:
-        """Move another run's working folder away, lock and all, and hold the lock of a new one."""
+        """Rename the working folder of another run, with its lock, and lock a new one."""
         number = 1
         while os.path.lexists(aside := self.working.with_name(f"{self.working.name}.old-{number}")):
             number += 1
@@ -255,7 +255,7 @@ class Staging:
         self._work.__enter__()
 
     def _append(self, entry: dict[str, Any]) -> None:
-        # Unsorted: records of an earlier run go into the manifest in the same order as without a kill.
+        # Keys stay unsorted, so that an earlier run's records enter the manifest in the order of an uninterrupted run.
         line = (json.dumps(entry, separators=(",", ":")) + "\n").encode()
         with self._writing:
             while line:
@@ -264,7 +264,7 @@ class Staging:
 
     def _clean_up(self) -> None:
         published = self._published or self.already_published
-        # The journal goes last where a run after a kill needs it to see that `out` is complete; else the lock does.
+        # After publishing, the journal is removed last: after a kill it shows the next run that `out` is complete.
         order = (LOCK_FILE, _JOURNAL) if published else (_JOURNAL, LOCK_FILE)
         try:
             if self.folder.exists():
@@ -287,7 +287,7 @@ def _below(path: Path) -> list[Path]:
 
 
 def _is_as(file: Path, entry: dict[str, Any] | None, *, moved: bool = False) -> bool:
-    """Whether nobody has touched a file since it got this entry in the journal, but that it may be `moved`."""
+    """Return whether a file is unchanged since the journal's `entry`; if `moved`, it may have been renamed."""
     try:
         found = os.lstat(file)
     except OSError:
@@ -299,20 +299,21 @@ def _is_as(file: Path, entry: dict[str, Any] | None, *, moved: bool = False) -> 
 
 
 def _facts(found: os.stat_result) -> dict[str, int]:
-    """Return what differs once somebody touched a file: the time of its last change cannot be set back."""
+    """Return stat facts that change when somebody modifies the file: its ctime cannot be set back."""
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns, "inode": found.st_ino}
 
 
 def check_destination(out: Path, base: Path | None) -> None:
-    """Raise BadInput for an `out` that exists and is no empty folder, has no writable parent, or is `base`, contains it
-    or lies in it, and for a name that nothing can be written to.
+    """Raise BadInput where an output cannot be written to `out`.
 
-    An `out` that a killed run completed but did not clean up passes: `Staging` finds out which run wrote it.
+    This is so where `out` has an invalid name, exists and is no empty folder, or has no writable parent, and where
+    `out` is the `base`, contains the `base` or is inside it. An `out` that a killed run completed but did not clean up
+    is accepted: `Staging` finds out which run wrote it.
     """
     check_new_name(out)
     target = _absolute(out)
     shown = printable(str(out))
-    # As it is written, not as it is resolved: `absent/..` leads nowhere.
+    # Check the path as written, not resolved: `absent/..` leads nowhere.
     if not out.absolute().parent.is_dir():
         raise BadInput(f"{shown}: {printable(str(out.absolute().parent))} is not a folder; make it first")
     if base is not None:
@@ -325,7 +326,7 @@ def check_destination(out: Path, base: Path | None) -> None:
 
 
 def _check_free(out: Path, working: Path, then: str = "; choose another folder, or move it away") -> None:
-    """Raise BadInput, which ends as `then` says, where an output cannot be written to `out`."""
+    """Raise BadInput where an output cannot be written to `out`; the message ends with `then`."""
     held = foreign_in(out)[:1] if working.parent == out else []
     if held or (working.parent != out and os.path.lexists(out)):
         raise BadInput(f"{printable(str(out))}: exists{''.join(f' and holds {printable(p.name)}' for p in held)}{then}")
@@ -366,5 +367,5 @@ def _absolute(out: Path) -> Path:
 
 
 def working_folder(out: Path) -> Path:
-    """The folder in which an output is staged."""
+    """Return the folder in which an output is staged."""
     return work_folder(out, "surgeon")

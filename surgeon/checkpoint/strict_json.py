@@ -1,7 +1,7 @@
-"""Untrusted JSON: limited in size, depth and digits before a parser sees it, no key twice.
+"""A parser for untrusted JSON: size, depth and digits are limited before parsing, and repeated keys are refused.
 
-Python's parser recurses once for each nesting level and reads integers of any length; anybody can write a
-checkpoint's header, index or config, so its cost is limited here first.
+Python's parser recurses once for each nesting level and reads integers of any length. Anybody can write a checkpoint's
+header, index or config, so the parser's cost is limited first.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from surgeon.errors import BadInput, printable
 MAX_BYTES = 100_000_000
 MAX_DEPTH = 64
 MAX_DIGITS = 64
-# Commas and opening brackets: the memory of the parsed value grows with them. A safetensors header has
+# The most commas and opening brackets: the memory of the parsed value grows with their number. A safetensors header has
 # about ten for each tensor, an index one.
 MAX_ITEMS = 1_500_000
 _QUOTES_PER_ITEM = 4
 
-# A string token, or the rest of the file where one is not closed: possessive, so it takes one pass and no stack.
+# A string token, or the rest of the file after an unclosed quote. Possessive, so matching takes one pass and no stack.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
-# An integer to Python, a float to other parsers: one reader would check another value than the next one uses.
+# Python reads -0 as an integer, other parsers as a float: one reader would check a value that another does not use.
 _MINUS_ZERO = re.compile(rb"-0(?![0-9.eE])")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _BRACES_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -35,9 +35,9 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def with_tagged_floats(value: Any) -> Any:
-    """The value with `{"__float__": "Infinity"}` for an infinity, and so for NaN: as transformers writes configs.
+    """Replace each infinity by `{"__float__": "Infinity"}`, and NaN likewise, as transformers writes configs.
 
-    JSON has neither, and transformers reads both forms.
+    JSON has neither value, and transformers reads both forms.
     """
     if isinstance(value, dict):
         return {key: with_tagged_floats(each) for key, each in value.items()}
@@ -57,11 +57,11 @@ def parse_json_strict(
     max_items: int = MAX_ITEMS,
     constants: bool = False,
 ) -> Any:
-    """The value of a UTF-8 JSON document; errors call it `file`.
+    """Return the value of a UTF-8 JSON document; errors call the document `file`.
 
-    `constants` admits NaN and Infinity: where a loss was no number, and where a config has no limit.
-    Raises BadInput for what is too large, too deep, not JSON, not UTF-8, for a number that a float cannot hold, and
-    for a key that occurs twice or half of a UTF-16 pair.
+    With `constants`, NaN and Infinity are accepted: a loss may be NaN, and a config's limit infinite. Raises BadInput
+    for JSON that is too large or too deep, for text that is not JSON or not UTF-8, for a number that a float cannot
+    represent, for a key that occurs twice, and for half of a UTF-16 pair.
     """
     shown = printable(file)
     if len(data) > max_bytes:
@@ -110,7 +110,7 @@ def parse_json_strict(
 
 
 def json_object(content: bytes) -> dict[str, Any]:
-    """The object of a JSON file that nothing depends on; empty where it holds none."""
+    """Return the object in a JSON file of minor importance; an empty dict where there is no object."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
@@ -120,7 +120,7 @@ def json_object(content: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def shaped(file: str) -> Iterator[None]:
-    """Turn what a file of another shape or encoding than its name promises leads to inside into BadInput."""
+    """Convert the errors that wrongly shaped or encoded content of `file` causes in the block to BadInput."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -130,7 +130,7 @@ def shaped(file: str) -> Iterator[None]:
 
 
 def count_items(data: bytes) -> int:
-    """Commas and opening brackets outside of strings, which the memory of the parsed value grows with."""
+    """Count the commas and opening brackets outside of strings; the parsed value's memory grows with their number."""
     bare = _STRING.sub(b"", data) if b'"' in data else data
     return bare.count(b",") + bare.count(b"[") + bare.count(b"{")
 

@@ -1,4 +1,4 @@
-"""Files of texts, read line by line: no line, and no value in it, takes more memory than a document may."""
+"""Text files, read line by line with bounded memory: no line, and no value in it, takes more than a document may."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from surgeon.errors import BadInput, printable
 
 # The longest text that is read as one document, in bytes; the longest novels have ten million.
 MAX_DOCUMENT_BYTES = 32 * 1024 * 1024
-# A line of fewer bytes holds few values, whatever they are.
+# A shorter line can only contain few values, so its values are not counted.
 _SHORT = 1024 * 1024
 
 
 def text_lines(file: BinaryIO, shown: str) -> Iterator[bytes]:
-    """The lines of an open file with their ends. Raises BadInput, which begins with `shown`, for one that is too long.
+    """Yield the lines of an open file with their line ends.
 
-    Not more than `MAX_DOCUMENT_BYTES` and one byte of the file are in memory at a time.
+    Raises BadInput (prefix `shown`) for a line that is too long. At most `MAX_DOCUMENT_BYTES` plus one byte of the file
+    are in memory at a time.
     """
     number = 0
     while line := file.readline(MAX_DOCUMENT_BYTES + 1):
@@ -30,7 +31,7 @@ def text_lines(file: BinaryIO, shown: str) -> Iterator[bytes]:
 
 
 def too_long(where: str, what: str) -> BadInput:
-    """The refusal of a document."""
+    """Return the error for a document that is too long."""
     return BadInput(
         f"{printable(where)}: {what} has more than {MAX_DOCUMENT_BYTES:,} bytes, the most that one document may have;"
         " cut it into several"
@@ -38,7 +39,7 @@ def too_long(where: str, what: str) -> BadInput:
 
 
 def check_values(line: bytes, where: str) -> None:
-    """Raise BadInput, which begins with `where`, for JSON whose values would take far more memory than its bytes."""
+    """Raise BadInput (prefix `where`) for JSON whose values would take far more memory than its bytes."""
     if len(line) > _SHORT and count_items(line) > MAX_ITEMS:
         raise BadInput(
             f"{printable(where)}: more than {MAX_ITEMS:,} values in one document; is it a text, or a table of numbers?"
@@ -46,19 +47,19 @@ def check_values(line: bytes, where: str) -> None:
 
 
 def parsed(content: bytes, where: str, do: str) -> Any:
-    """Return the JSON value of a line, or of what begins in it.
+    """Return the JSON value of a line, or of the text's beginning.
 
-    Raises BadInput, which begins with `where`, for what is no UTF-8, no JSON (ending with `do`) or too many values.
+    Raises BadInput (prefix `where`) where the text is not UTF-8, not JSON (suffix `do`) or has too many values.
     """
     check_values(content, where)
     try:
-        # With or without the mark that Windows' editors begin a file with.
+        # With or without the byte order mark of Windows editors.
         return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadInput(
             f"{printable(where)}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8"
         ) from None
     except (ValueError, RecursionError) as error:
-        # The line's number in its file is not json's 1.
+        # json counts lines from this text's beginning, so its line number is left out.
         flaw = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
         raise BadInput(f"{printable(where)}: not JSON ({flaw}); {do}") from None

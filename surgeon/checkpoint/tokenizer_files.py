@@ -1,12 +1,12 @@
-"""A tokenizer's files, and the same files with more tokens: bytes are inserted, none is changed or taken out.
+"""A tokenizer's files, and the same files with more tokens: bytes are only inserted, none is changed or removed.
 
-The output has what the base has, byte for byte, around what was inserted, so that taking the inserted bytes out gives
-the base's files back. Old ids stay: new ones come after the embedding's rows, and whatever id below that has no entry
-in the model's vocabulary (special tokens above it, padded rows) gets one, as `tokenizers` counts entries to
-find the next free id. Entries without a merge are never made of text, so they change nothing.
+Around the insertions the output is the base byte for byte, so removing the inserted bytes gives the base's files back.
+Old ids stay. New ids come after the embedding's rows. Every lower id without an entry in the model's vocabulary
+(special tokens above the vocabulary, padded rows) gets an entry, because `tokenizers` counts entries to find the next
+free id. Entries without a merge are never produced from text, so they change nothing.
 
-Added tokens, special or not, are matched in a text before it is cut. Their ids are the next free ones, as
-`tokenizers` gives them, and every file that lists such tokens gets them.
+Added tokens, special or not, are matched in a text before it is split. They get the next free ids, as `tokenizers`
+assigns them, and are added to every file that lists such tokens.
 
 Format: https://huggingface.co/docs/tokenizers/api/models, as `tokenizers` reads and writes it.
 """
@@ -24,27 +24,27 @@ from surgeon.errors import BadInput, printable
 
 TOKENIZER_FILE = "tokenizer.json"
 _OWN = "get the model's own file"
-# A vocabulary of a quarter of a million tokens has half a million merges, three commas and brackets each.
+# The most JSON items. A vocabulary of 250,000 tokens has 500,000 merges with three commas and brackets each.
 _MOST_ITEMS = 8_000_000
-# The files that say which tokens are special, and the keys that list those without a name of their own.
+# The files that list special tokens, and the keys that list special tokens without a named role.
 _SETTINGS, _NAMED, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _DECODER_KEY = "added_tokens_decoder"
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-# What an id is called that no token has.
+# The content of the entry for an id that has no token.
 _UNUSED = "<|unused_{}|>"
 
 Kind = Literal["BPE", "WordPiece", "Unigram"]
-# Begin and length of what was inserted into a file, in bytes of the new file.
+# Begin and length of each insertion, in bytes of the new file.
 Places = tuple[tuple[int, int], ...]
-# What is to be inserted into a JSON file: at paths of keys, entries as text.
+# Insertions into a JSON file: pairs of a path of keys and the entries as text.
 _Inserting = list[tuple[tuple[str, ...], list[str]]]
 
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token to add: its `content` as vocabularies write it, for BPE the `merge` that makes it, its Unigram score.
+    """A token to add: its `content` as written in vocabularies, the BPE `merge` that produces it, its Unigram score.
 
-    `merge` None in a BPE: a character, which needs none.
+    In a BPE, `merge` is None for a single character, which needs no merge.
     """
 
     content: str
@@ -54,9 +54,10 @@ class NewToken:
 
 @dataclass(frozen=True)
 class MeasuredText:
-    """What a growth makes of a text: tokens before and after, documents that tokenise as before, words by white space.
+    """The effect of a tokenizer's growth on a text: its tokens before and after, unchanged documents, words.
 
-    `use` says what the text was for. `sha256` is of its first file's bytes, or of all of them one after the other.
+    `unchanged` counts documents that are tokenised as before; `words` are separated by white space. `use` states what
+    the text was used for. `sha256` is the digest of its first file, or of all files one after another.
     """
 
     use: str
@@ -71,9 +72,9 @@ class MeasuredText:
 
 @dataclass(frozen=True)
 class TokenizerJson:
-    """A tokenizer.json that was read: the kind of its model, and its vocabulary (contents to ids).
+    """A parsed tokenizer.json: the kind of its model and its vocabulary (contents to ids).
 
-    `byte_level`: the vocabulary writes bytes as the characters of GPT-2's table. `ids` are those of added tokens too.
+    `byte_level`: the vocabulary writes bytes as the characters of GPT-2's table. `ids` include the ids of added tokens.
     """
 
     text: str
@@ -86,12 +87,15 @@ class TokenizerJson:
 
     @classmethod
     def parse(cls, content: bytes) -> TokenizerJson:
-        """Read the file. Raises BadInput for what is no tokenizer.json, or of a kind that surgeon cannot change."""
+        """Read the file.
+
+        Raises BadInput for content that is no tokenizer.json, or of a kind that surgeon cannot change.
+        """
         data = parse_json_strict(content, file=TOKENIZER_FILE, max_bytes=MAX_SIDE_FILE_BYTES, max_items=_MOST_ITEMS)
         model = data.get("model") if isinstance(data, dict) else None
         if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
             raise BadInput(f"{TOKENIZER_FILE}: no `model` with a `vocab`; get the base's own file")
-        # Old files leave the type out; what each model has tells them apart.
+        # Old files omit the type; the model's other keys reveal it.
         kind = model.get("type") or ("BPE" if "merges" in model else "Unigram" if "unk_id" in model else "WordPiece")
         if kind not in ("BPE", "WordPiece", "Unigram"):
             raise BadInput(
@@ -100,7 +104,7 @@ class TokenizerJson:
             )
         if model.get("dropout"):
             raise BadInput(f"{TOKENIZER_FILE}: its BPE drops merges at random (`dropout`); take that out first")
-        # As a whole or as one of a sequence, of what cuts texts or of decoders.
+        # Byte-level may be the pre-tokenizer or decoder itself, or one member of a sequence.
         byte_level = kind == "BPE" and '"ByteLevel"' in _json([data.get("pre_tokenizer"), data.get("decoder")])
         scores: dict[str, float] = {}
         if isinstance(model["vocab"], list):
@@ -120,7 +124,7 @@ class TokenizerJson:
 
     @property
     def byte_tokens(self) -> dict[int, int]:
-        """Ids of the tokens for single bytes (`<0xC3>`), by id their byte; none where the model falls back on none."""
+        """The byte of each single-byte token (`<0xC3>`), by token id; empty where the model has no byte fallback."""
         if not self.model.get("byte_fallback"):
             return {}
         names = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -128,7 +132,7 @@ class TokenizerJson:
 
     @property
     def prefix(self) -> str:
-        """What a piece within a word begins with in the vocabulary."""
+        """The prefix in the vocabulary of a piece that continues a word."""
         return str(self.model.get("continuing_subword_prefix") or "")
 
 
@@ -139,21 +143,22 @@ def grown_files(
     tokens: Sequence[NewToken],
     added: Mapping[str, bool],
 ) -> tuple[dict[str, bytes], dict[str, Places]]:
-    """The tokenizer files that grow, and what was inserted into each.
+    """Return the tokenizer files that grow, and the places inserted into each.
 
     Args:
-        files: the base's by name.
-        taken: the whole vocabulary by content: special tokens and `added` among it.
+        files: the base's files by name.
+        taken: the whole vocabulary (content to id), special tokens and `added` included.
         rows: the first id of `tokens`.
-        tokens: those of the model's vocabulary.
-        added: those that are matched before a text is cut, with the ids before `rows`, and whether each is special.
+        tokens: the new tokens of the model's vocabulary.
+        added: the new tokens that are matched before a text is split, each with whether it is special. Their ids end
+            right before `rows`.
     """
     read = TokenizerJson.parse(files[TOKENIZER_FILE])
     names = {number: content for content, number in taken.items()}
     first = rows - len(added)
     entries: dict[str, int] = {}
     if tokens or read.ids != {*range(first)}:
-        # Ids below the first new one that the model's vocabulary has no entry for.
+        # Ids below the first new id without an entry in the model's vocabulary.
         used, last = set(read.vocabulary.values()), rows if tokens else first
         entries = {names.get(number) or _unused(number, taken): number for number in range(last) if number not in used}
         entries |= {token.content: rows + nth for nth, token in enumerate(tokens)}
@@ -186,7 +191,7 @@ def grown_files(
 
 
 def without(content: bytes, inserted: Iterable[Sequence[int]]) -> bytes:
-    """A grown file without what was inserted: the base's, if it was not edited since."""
+    """Return a grown file without the insertions: the base's file, if the grown file was not edited since."""
     kept, at = [], 0
     for begin, length in inserted:
         kept.append(content[at:begin])
@@ -204,7 +209,7 @@ def _unused(number: int, taken: Mapping[str, int]) -> str:
 def _with_listed(
     files: Mapping[str, bytes], listed: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, tuple[bytes, Places]]:
-    """The files beside tokenizer.json that list added tokens, with more of them."""
+    """Return the files other than tokenizer.json that list added tokens, with the new added tokens."""
     special = [_json(each["content"]) for each in listed.values() if each["special"]]
     into: dict[str, _Inserting] = {}
     for name in (_NAMED, _SETTINGS):
@@ -224,13 +229,13 @@ def _with_listed(
 def _pieces_text(read: TokenizerJson, entries: Mapping[str, int], tokens: Sequence[NewToken]) -> list[str]:
     if read.kind != "Unigram":
         return _members_text(entries)
-    # The lowest of the old ones: a lower one would change what an unknown character costs.
+    # The lowest old score: a lower score would change the cost of an unknown character.
     lowest = min(read.scores.values(), default=0.0)
     scores = {token.content: token.score for token in tokens}
     return [_json([content, scores.get(content, lowest)]) for content in entries]
 
 
-# One for a hundred thousand entries: json.dumps makes one for each.
+# One encoder is shared by all entries; json.dumps would make a new one for each.
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -243,15 +248,15 @@ def _members_text(entries: Mapping[str, int]) -> list[str]:
 
 
 def _into_values(text: str, inserting: _Inserting) -> tuple[bytes, Places]:
-    """JSON with more entries at the end of the objects and lists at the given paths, spaced as those before."""
-    # By their ends: an object may get entries beside those of one in it.
+    """Insert entries at the end of objects and lists in a JSON text, at the given paths, spaced like older entries."""
+    # Sorted by end: an object and another object inside it may both get entries.
     found = sorted(((_value_at(text, path), entries) for path, entries in inserting), key=lambda each: each[0][1])
     parts: list[bytes] = []
     places: list[tuple[int, int]] = []
     at = written = 0
     for (begin, end), entries in found:
         inside = text[begin + 1 : end - 1]
-        # Behind the last entry, before the white space that comes before the closing bracket.
+        # Insert after the last entry, before the white space in front of the closing bracket.
         place = begin + 1 + len(inside.rstrip())
         space = inside[: len(inside) - len(inside.lstrip())]
         added = f",{space}".join(entries)
@@ -269,7 +274,7 @@ _DECODER = json.JSONDecoder()
 
 
 def _value_at(text: str, path: tuple[str, ...]) -> tuple[int, int]:
-    """Return where the value at a path of keys begins and ends."""
+    """Return the begin and end in the text of the value at a path of keys."""
     begin = len(text) - len(text.lstrip())
     end = len(text.rstrip())
     for key in path:
@@ -278,12 +283,15 @@ def _value_at(text: str, path: tuple[str, ...]) -> tuple[int, int]:
 
 
 def value_in(text: str, *path: str) -> Any:
-    """The value at a path of keys, parsed alone. Raises ValueError, or StopIteration where there is none."""
+    """Return the value at a path of keys; only this value is parsed.
+
+    Raises ValueError, or StopIteration where it is missing.
+    """
     return json.loads(text[slice(*_value_at(text, path))])
 
 
 def _members(text: str, at: int) -> Iterator[tuple[str, int, int]]:
-    """The members of the object that begins at `at`: key, begin and end of the value."""
+    """Yield the members of the object that begins at `at`: key, and begin and end of the value."""
     at = _skip(text, at + 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)
@@ -302,7 +310,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _appended(content: bytes, lines: Sequence[str]) -> tuple[bytes, Places]:
-    """A text file with more lines."""
+    """Append lines to a text file; return the new content and the place of the insertion."""
     added = "".join(f"{line}\n" for line in lines).encode()
     if content and not content.endswith(b"\n"):
         added = b"\n" + added

@@ -1,4 +1,4 @@
-"""Whether the files of a tokenizer give a token one id: transformers goes by tokenizer.json, and says nothing."""
+"""A check that a tokenizer's files agree on each token's id: transformers uses tokenizer.json without a warning."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SETTINGS, _VOCABULARY, _ADDED = "tokenizer_config.json", "vocab.json", "added_t
 
 
 def disagreement(folder: CheckpointFolder) -> str:
-    """A line on the first token to which two files give different ids; nothing where they agree, or cannot be read.
+    """Return a line on the first token to which two files give different ids; "" where they agree, or cannot be read.
 
-    What tokenizer.json lacks gets the next free ids in transformers, so files that give it these agree. Of a large
-    file no more is parsed than is compared.
+    Tokens missing in tokenizer.json get the next free ids in transformers, so files that give these same ids agree.
+    Only the compared parts of a large file are parsed.
     """
     if TOKENIZER_FILE not in folder.side_files or not folder.source.at_hand:
         return ""
     try:
         return _first(folder)
     except (BadInput, ValueError, TypeError, LookupError, AttributeError, StopIteration, RecursionError):
-        # What is wrong with them is said where the tokenizer is loaded.
+        # Loading the tokenizer reports what is wrong with its files.
         return ""
 
 
@@ -51,7 +51,7 @@ def _first(folder: CheckpointFolder) -> str:
 
 
 def _given(folder: CheckpointFolder) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """The ids that files beside tokenizer.json give, by content."""
+    """Yield each file other than tokenizer.json with the ids that it gives (content to id)."""
     for file in (_VOCABULARY, _ADDED, _SETTINGS):
         if file in folder.side_files:
             content = json.loads(folder.read_side_file(file))
@@ -62,7 +62,7 @@ def _given(folder: CheckpointFolder) -> Iterator[tuple[str, Mapping[str, int]]]:
 
 
 def _entries(vocabulary: Any) -> dict[str, int]:
-    """A model's vocabulary by content; that of a Unigram is a list of pieces."""
+    """Return a model's vocabulary as content to id; a Unigram's vocabulary is a list of pieces."""
     if isinstance(vocabulary, list):
         return {str(piece): number for number, (piece, _) in enumerate(vocabulary)}
     return dict(vocabulary)

@@ -1,10 +1,10 @@
-"""Whose code a checkpoint brings, and what in its folder would lead a loader away from its config and weights.
+"""A judgement of a checkpoint's folder: whose code it contains, and which settings lead a loader to further files.
 
-Judged for each folder by itself, from names and JSON alone: nothing is imported, nothing of the folder runs. Code is
-a `.py` file anywhere in the folder, a JSON field that makes transformers run code or fetch a compiled kernel, and a
-reference of the form "repo--module.Class". It is surgeon's own only if it is byte for byte what this version ships for
-the folder's config. Where transformers has a model type itself, the code that a folder brings for it is left out, as
-transformers does without trust (`without_code`).
+Each folder is judged by itself, from file names and JSON only: nothing is imported, and no code of the folder runs.
+Code is a `.py` file anywhere in the folder, a JSON field that makes transformers run code or fetch a compiled kernel,
+or a reference of the form "repo--module.Class". Code counts as surgeon's own only if it is byte for byte the code that
+this version ships for the folder's config. Where transformers implements a model type itself, the folder's code for
+that type is left out, as transformers does without `trust_remote_code` (`without_code`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ MAX_CODE_BYTES = 1_000_000
 Code = Literal["none", "shipped", "foreign"]
 Classes = Literal["installed", "shipped", "own"]
 
-# Vocabularies: large, and nothing in them is a setting.
+# Vocabularies, which are not searched: they are large and contain no settings.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "tekken.json"})
-# Read where a processor is loaded; surgeon carries some of them along.
+# Files that transformers reads when it loads a processor; surgeon copies some of them to the output.
 _PROCESSORS = re.compile(r"[A-Za-z0-9_]*processor_config\.json")
 _PARSED = "config.json"
 
-# Fields that name code to run: whatever they hold, unless it is nothing at all.
+# Fields that name code to run, whatever their value, unless the value is empty.
 _CODE_FIELDS = frozenset({"auto_map", "custom_pipelines", "custom_generate", "kernel_config"})
-# What an `auto_map` may name a class for beside a model, and the settings that name transformers' own.
+# Auto classes other than a model's in an `auto_map`, each with the settings that name transformers' own class.
 _NAMED_BY = {
     "AutoTokenizer": ("tokenizer_class",),
     "AutoProcessor": ("processor_class",),
@@ -49,17 +49,17 @@ _NAMED_BY = {
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
 # Switches that let a loader run code.
 _SWITCHES = frozenset({"trust_remote_code", "use_kernels", "allow_all_kernels"})
-# Attention or experts by the name of a Hub repository: transformers downloads its compiled kernels.
+# Fields that may name a Hub repository with compiled attention or expert kernels: transformers downloads these.
 _IMPLEMENTATION = re.compile(r"_*(attn|experts)_implementation.*", re.DOTALL)
 _REFERENCE = re.compile(r"(?:[\w.-]+/)?[\w.-]+--[\w./-]+\.[A-Za-z_]\w*")
 _LONGEST_REFERENCE = 300
 _MOST_NAMED = 6
-# By which name the grafts of earlier versions looked the cache up, and since when transformers gives it another.
+# How earlier versions' grafts looked up the KV cache, and the transformers version that renamed this argument.
 _OLD_CACHE, _CACHE_RENAMED = b'.get("past_key_values")', Version("5.24")
-# Where a checkpoint came from: often the path of a cache, which is spelled with `--` too.
+# A field with the checkpoint's origin, often a cache path. Such a path also contains `--`, but is no reference to code.
 _ORIGIN = "name_or_path"
 
-# Fields of config.json by which transformers reads other files, or builds another model than the rest describes.
+# Fields of config.json that make transformers read other files, or build a model that differs from the other fields.
 _ELSEWHERE = {
     "transformers_weights": "names another file of weights than the index",
     "configuration_files": "names other config files, of which transformers would take one",
@@ -75,15 +75,17 @@ _QUANTISED = (QUANTISATION, "compression_config")
 
 
 class ForeignCode(BadInput):
-    """A folder needs code of its own, which the user does not trust."""
+    """Raised where a folder needs its own code and the user does not trust it."""
 
 
 @dataclass(frozen=True)
 class Brought:
-    """What a folder brings: whose `code`, what was `found` that is not surgeon's, every script in it, and `classes`.
+    """The code in a checkpoint's folder.
 
-    `classes` says which the model is built of: those of the `installed` transformers, those that surgeon `shipped`, or
-    the folder's `own`. A folder may hold foreign code that its model does not need.
+    `code` states its origin: none, shipped by surgeon, or foreign. `found` describes the first thing that is not
+    surgeon's (empty if there is none). `scripts` lists every `.py` file. `classes` states the origin of the model's
+    classes: the `installed` transformers, the code that surgeon `shipped`, or the folder's `own` code. A folder may
+    contain foreign code that its model does not need.
     """
 
     code: Code
@@ -96,7 +98,10 @@ NO_CODE = Brought("none", "", (), "installed")
 
 
 def brought_by(config: Mapping[str, Any], source: Source) -> Brought:
-    """Judge a folder whose config.json is `config`. Raises BadInput where a file that must be read cannot be."""
+    """Return the code in a folder whose config.json is `config`.
+
+    Raises BadInput where a necessary file is unreadable.
+    """
     listing = source.listing()
     scripts = tuple(name for name in source.tree() if name.lower().endswith(".py"))
     mapped = config.get("auto_map") or None
@@ -117,7 +122,7 @@ def _is_shipped(config: Mapping[str, Any], listing: Mapping[str, int], source: S
 def _not_ours(
     config: Mapping[str, Any], listing: Mapping[str, int], source: Source, scripts: Iterable[str], *, ours: bool
 ) -> str:
-    """The first thing in the folder that is, or leads to, code which is not surgeon's; nothing where there is none."""
+    """Describe the first thing in the folder that is, or leads to, code other than surgeon's; "" if there is none."""
     native = composition_of(config)
     if config.get("auto_map") and (native is None or config["auto_map"] != native.auto_map):
         earlier = str(config.get("model_type")).startswith(PREFIX) and "anatomy" not in config
@@ -136,9 +141,9 @@ def _not_ours(
 
 
 def known_wrong(source: Source) -> str:
-    """Return why code that an earlier surgeon shipped is wrong under the installed transformers; empty where it is not.
+    """Return why code that an earlier surgeon shipped fails under the installed transformers; "" if no reason is known.
 
-    The code is read as text.
+    The code is only read as text.
     """
     installed = metadata.version("transformers")
     if Version(installed) < _CACHE_RENAMED or _OLD_CACHE not in source.small(CODE_FILE, max_bytes=MAX_CODE_BYTES):
@@ -147,7 +152,10 @@ def known_wrong(source: Source) -> str:
 
 
 def _settings(config: Mapping[str, Any], listing: Mapping[str, int], source: Source) -> Iterator[tuple[str, Any]]:
-    """The JSON files that say how to load something, parsed as Python's loaders do; what they cannot parse is left."""
+    """Yield each JSON file of loading settings with its content, parsed by Python's json as loaders do.
+
+    Files that cannot be read or parsed are skipped.
+    """
     yield _PARSED, config
     for name, size in listing.items():
         carried = is_side_file(name) and name.endswith(".json") and name not in _VOCABULARIES
@@ -156,14 +164,14 @@ def _settings(config: Mapping[str, Any], listing: Mapping[str, int], source: Sou
         try:
             yield name, json.loads(source.small(name, max_bytes=MAX_SIDE_FILE_BYTES))
         except (BadInput, ValueError, RecursionError):
-            # A link out of the folder, say: it is neither read nor carried along, which `notes` says.
+            # For example a link out of the folder. Such a file is neither read nor copied, and `notes` reports it.
             continue
 
 
 def leads_to_code(content: Any, *, except_auto_map: bool = False) -> str:
-    """What in parsed JSON, at any depth, makes a loader run code or fetch some, in words; nothing where nothing does.
+    """Describe what makes a loader run or fetch code, at any depth of parsed JSON; return "" if nothing does.
 
-    `except_auto_map` passes over an `auto_map` at the top, which the caller has judged.
+    With `except_auto_map`, a top-level `auto_map` is ignored: the caller has judged it.
     """
     if isinstance(content, dict) and except_auto_map:
         content = {key: value for key, value in content.items() if key != "auto_map"}
@@ -182,7 +190,7 @@ def _is_reference(text: str) -> bool:
 
 
 def _walk(content: Any) -> Iterator[tuple[str, Any]]:
-    """Every value at any depth with its key; of lists every item, with the list's key."""
+    """Yield every value at any depth with its key; list items are yielded with the key of their list."""
     waiting: list[tuple[str, Any]] = [("", content)]
     while waiting:
         key, value = waiting.pop()
@@ -198,7 +206,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def check_trusted(brought: Brought, shown: str, *, trust_remote_code: bool) -> None:
-    """Raise ForeignCode for code that is not surgeon's, unless the user has asked for it."""
+    """Raise ForeignCode where the folder has code that is not surgeon's and the user does not trust it."""
     if brought.code == "foreign" and not trust_remote_code:
         raise _foreign(shown, brought.found)
 
@@ -212,8 +220,11 @@ def _foreign(shown: str, found: str) -> ForeignCode:
 
 @dataclass(frozen=True)
 class WithoutCode:
-    """A folder without the code that it brings: its `config`, other `settings` that change, by file name, and a `note`
-    of what is left out. `model_code` names what config.json's `auto_map` said that the model is built of, if it did."""
+    """A folder's settings once its own code is left out.
+
+    `config` is the config without code. `settings` maps the names of other changed files to their new content. `note`
+    reports what is left out. `model_code` is the model class that config.json's `auto_map` named, or "".
+    """
 
     config: dict[str, Any]
     settings: Mapping[str, bytes]
@@ -222,9 +233,10 @@ class WithoutCode:
 
 
 def without_code(config: Mapping[str, Any], source: Source, brought: Brought) -> WithoutCode:
-    """A folder with foreign code as transformers reads it without trust: by its own classes, where it has the type.
+    """Return a folder's settings without its foreign code, as transformers reads them without trust.
 
-    Raises ForeignCode where it lacks the type or a class that the code has, or anything else leads to code.
+    Transformers then uses its own classes. Raises ForeignCode where it lacks the model type or a class that the code
+    has, or where anything else leads to code.
     """
     if not has_type(config.get("model_type")):
         raise _foreign(source.shown, brought.found)
@@ -277,35 +289,39 @@ def _unwritable(name: str) -> BadInput:
 
 
 def without_auto_map(settings: Any) -> Any:
-    """Parsed JSON without any `auto_map`, at whatever depth."""
+    """Return parsed JSON without any `auto_map`, at every depth."""
     return json.loads(
         json.dumps(settings), object_hook=lambda part: {key: part[key] for key in part if key != "auto_map"}
     )
 
 
 def names_code(config: Mapping[str, Any], source: Source) -> bool:
-    """Whether any file of settings in a folder has an `auto_map`."""
+    """Return whether any settings file of a folder has an `auto_map`."""
     return any(_mapped(content) for _, content in _settings(config, source.listing(), source))
 
 
 def _mapped(content: Any) -> list[dict[str, Any]]:
-    """The parts of parsed JSON, at any depth, that have an `auto_map`."""
+    """Return the objects in parsed JSON, at any depth, that have a non-empty `auto_map`."""
     return [part for _, part in _walk(content) if isinstance(part, dict) and part.get("auto_map")]
 
 
 def looked_in(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Where transformers looks for the name of a class: config.json, with its tokenizer's settings over it."""
+    """Return the fields in which transformers looks up class names: config.json, overridden by the tokenizer's
+    settings.
+
+    The model type is always config.json's.
+    """
     over = tokenizer if isinstance(tokenizer, dict) else {}
     return {**config, **over, "model_type": config.get("model_type")}
 
 
 def only_in_code(settings: Any, beside: Mapping[str, Any], *, of_model: bool = False) -> str:
-    """What an `auto_map` of settings, at any depth, names that transformers has no class for, in words; else nothing.
+    """Describe a class that an `auto_map` in the settings, at any depth, names and transformers lacks; "" if none.
 
     Args:
-        settings: Parsed JSON. A list as `auto_map` is that of a tokenizer.
-        beside: What `looked_in` gives.
-        of_model: They are those of config.json, which needs neither processors nor what no loader asks for.
+        settings: Parsed JSON. An `auto_map` that is a list belongs to a tokenizer.
+        beside: The result of `looked_in`.
+        of_model: Whether the settings are config.json's, for which only models, configs and tokenizers are checked.
     """
     for part in _mapped(settings):
         mapped = part["auto_map"]
@@ -324,7 +340,10 @@ def _of_models(auto: str) -> bool:
 
 
 def _lacking(auto: str, part: Mapping[str, Any], beside: Mapping[str, Any]) -> str:
-    """What transformers has no class of its own for, in words: one that settings name, or one for the model type."""
+    """Describe the class that transformers lacks: one that the settings name, or one for the model type.
+
+    Return "" if none.
+    """
     if _of_models(auto):
         model_type = part.get("model_type") or beside["model_type"]
         return "" if has_type(model_type) else f"transformers has no {printable(str(model_type), 60)}"
@@ -337,21 +356,21 @@ def _lacking(auto: str, part: Mapping[str, Any], beside: Mapping[str, Any]) -> s
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise BadInput for a config.json by which transformers would load something else than it describes."""
+    """Raise BadInput for a config.json that would make transformers load something other than it describes."""
     refuse_quantised(config)
     for key, does in _ELSEWHERE.items():
         if config.get(key) not in (None, {}, [], ""):
             raise BadInput(f"config.json: `{key}` {does}; take it out, if the model does not need it")
     for key in config:
-        # transformers makes attributes of a config's fields, and these hold the object itself together.
+        # transformers sets a config's fields as attributes; Python itself needs the attributes with these names.
         if key.startswith("__"):
             raise BadInput(f"config.json: `{printable(key)}` would overwrite what Python keeps there; take it out")
 
 
 def refuse_quantised(config: Mapping[str, Any], *, passed: bool = True) -> None:
-    """Raise BadInput for the config of a quantised checkpoint, which may say so of its text model alone.
+    """Raise BadInput for the config of a quantised checkpoint, also where only its text model is marked as quantised.
 
-    With `passed`, methods are not refused whose tensors can be moved as bytes.
+    With `passed`, quantisation methods whose tensors can be moved as bytes are accepted.
     """
     if passed and quantisation(config) is not None:
         config = {key: value for key, value in config.items() if key != QUANTISATION}
@@ -365,10 +384,10 @@ def refuse_quantised(config: Mapping[str, Any], *, passed: bool = True) -> None:
 
 
 def check_written(config: Mapping[str, Any], shown: str, *, trusted: Any = None) -> None:
-    """Raise BadInput for a config that is to be written out, yet leads to code that is not surgeon's, or elsewhere.
+    """Raise BadInput for a config about to be written that leads to code other than surgeon's, or to other files.
 
-    For a config that comes from a manifest, which anybody can have edited; `trusted` is the `auto_map` of a folder
-    whose own code the user trusts.
+    Used for configs from a manifest, which anybody can have edited. `trusted` is the `auto_map` of a folder whose own
+    code the user trusts.
     """
     native = composition_of(config)
     mapped = config.get("auto_map") or None
@@ -386,9 +405,9 @@ _GENERATE = "custom_generate"
 
 
 def beside_weights(listing: Mapping[str, int], shards: Iterable[str]) -> dict[str, str]:
-    """Files beside the weights by which loaders would load something else, each with what it does.
+    """Return the files next to the weights that would make loaders load something else, each with its effect.
 
-    Surgeon sets them aside: it never reads them, copies them or shows them to transformers.
+    Surgeon ignores these files: it never reads them, copies them or shows them to transformers.
     """
     shards = tuple(shards)
     found: dict[str, str] = {}
@@ -407,7 +426,7 @@ def beside_weights(listing: Mapping[str, int], shards: Iterable[str]) -> dict[st
 
 
 def strays(listing: Mapping[str, int], shards: Iterable[str]) -> dict[str, str]:
-    """Files that surgeon never writes beside an output's weights, each with what it does or looks like."""
+    """Return the files that surgeon never writes next to an output's weights, each with its effect or appearance."""
     shards = tuple(shards)
     found = beside_weights(listing, shards)
     for name in listing:

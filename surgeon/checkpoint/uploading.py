@@ -1,7 +1,7 @@
-"""The Hub as a destination: what a repository holds, which files of a folder are new to it, and one commit of them.
+"""The Hub as a destination: which files a repository holds, which of a folder's are new, and one commit for these.
 
-Uploads use huggingface_hub's own commit (Xet, else LFS): blobs that arrived stay there, so a rerun after a failure
-sends only the missing ones, and the files of a push appear together or not at all.
+Uploads use huggingface_hub's own commit (Xet, else LFS). Blobs that arrived stay on the Hub, so a rerun after a failure
+sends only the missing blobs. The files of a push appear together or not at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SILENCE = 120.0
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file of a repository: its size in bytes, the sha256 of large ones, the git object's id of small ones."""
+    """One file of a repository: its size in bytes, its sha256 if it is large, its git object id if it is small."""
 
     size: int
     sha256: str | None
@@ -37,8 +37,8 @@ class RemoteFile:
 class Repository:
     """A repository at the chosen branch, as it was before a push.
 
-    Where `exists` is false, the push creates it first; where `branches_off` is true, the push creates the branch from
-    main, whose commit and files these are.
+    Where `exists` is false, the push creates it first. Where `branches_off` is true, the push creates the branch from
+    main, and `commit` and `files` are main's.
     """
 
     repo_id: str
@@ -49,10 +49,11 @@ class Repository:
     branches_off: bool = False
 
     def holds(self, name: str, content: Path | bytes) -> bool:
-        """Whether the file is there already, byte for byte; a file is read only where the sizes agree.
+        """Return whether the repository already has this file, byte for byte.
 
-        `create_commit` leaves out unchanged files too, but names none of them, reads all, and asks the Hub by a request
-        that a dry run, which shows the same list, may not make.
+        A local file is read only where the sizes agree. `create_commit` also skips unchanged files, but it does not
+        report them, it reads every file, and it sends a request that a dry run must not make. A dry run shows the same
+        list.
         """
         there = self.files.get(name)
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -65,11 +66,10 @@ class Repository:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where to push: a repository, a branch of it (None: main), or a new pull request.
+    """The target of a push: a repository, a branch of it (None: main), or a new pull request.
 
-    `public` says of a new repository whether all may see it (None: no).
-
-    Raises BadInput for a name that is not `user/name`, a commit as the branch, or a pull request beside a branch.
+    `public` states whether a new repository is public (None: no). Raises BadInput for a name that is not `user/name`, a
+    commit as the branch, or a pull request together with a branch.
     """
 
     repo_id: str
@@ -87,7 +87,7 @@ class Destination:
 
     @property
     def shown(self) -> str:
-        """The name that errors use."""
+        """The destination's name in error messages."""
         return f"{self.repo_id}@{printable(self.branch)}" if self.branch else self.repo_id
 
 
@@ -101,7 +101,7 @@ class Commit:
 
 
 def check_token(to: Destination) -> None:
-    """Raise BadInput where there is no token, the Hub does not know it, or it cannot write."""
+    """Raise BadInput where there is no token, the Hub does not know the token, or the token cannot write."""
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -125,7 +125,7 @@ def check_token(to: Destination) -> None:
 
 
 def look(to: Destination) -> Repository:
-    """What the repository holds now. Raises BadInput where it cannot be read."""
+    """Return the current state of the repository. Raises BadInput where it cannot be read."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -167,11 +167,11 @@ def send(
     say: Callable[[str], None],
     check_unchanged: Callable[[], None],
 ) -> Commit:
-    """Create the repository and branch at need, upload `files`, and commit them without the `stale` ones.
+    """Upload `files` and commit them, deleting the `stale` files; create the repository and branch where necessary.
 
-    `check_unchanged` raises where a file is no longer what was checked; it is called between upload and commit. Raises
-    BadInput where the Hub refuses or cannot be reached; the repository then has not changed, and blobs that arrived are
-    not sent again.
+    `check_unchanged` is called between upload and commit and raises where a local file changed after it was checked.
+    Raises BadInput where the Hub refuses or cannot be reached; the repository is unchanged then, and blobs that arrived
+    are not sent again.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -179,7 +179,7 @@ def send(
     with _with_timeout(), bars_on_terminals_only(), _warnings_shown(say):
         if not before.exists:
             _call(
-                # One that exists all the same may be public: it was not looked at.
+                # Fail if it exists after all: it may be public, which nobody has checked.
                 lambda: api.create_repo(to.repo_id, private=not to.public, exist_ok=False),
                 to,
                 "create the repository",
@@ -225,7 +225,7 @@ def _digest(algorithm: str, content: Path | bytes, prefix: bytes = b"") -> str:
 
 @contextmanager
 def _with_timeout() -> Iterator[None]:
-    """Set a request timeout, which the client lacks, and silence its lines about retries."""
+    """Set a request timeout, which the client lacks, and silence the client's messages about retries."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils import logging
     from huggingface_hub.utils._http import default_client_factory
@@ -247,7 +247,7 @@ def _with_timeout() -> Iterator[None]:
 
 @contextmanager
 def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
-    """Show the client's warnings (metadata that the Hub does not know, say) to the user."""
+    """Show the client's warnings to the user, for example about metadata that the Hub does not know."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -270,7 +270,7 @@ def _call(ask: Callable[[], _T], to: Destination, what: str) -> _T:
 
 
 def _refuse(error: Exception, to: Destination, what: str) -> Never:
-    """One line: what the Hub answered, what the token lacks, what to do."""
+    """Raise BadInput with one line: the Hub's answer, what the token lacks, and what to do."""
     from huggingface_hub import errors
 
     if isinstance(error, BadInput | MemoryError):

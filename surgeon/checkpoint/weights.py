@@ -1,4 +1,4 @@
-"""Which files of a checkpoint hold its weights, by the rules of transformers, and whether they agree."""
+"""The choice of a checkpoint's weight files, by the rules of transformers, and a check that index and files agree."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64_000_000
 
-# Causal masks that old versions of transformers stored with GPT-2, GPT-NeoX and others, as nothing reads them now.
+# Causal masks that old versions of transformers stored with GPT-2, GPT-NeoX and others; no current version reads them.
 _MASKS = (".attn.bias", ".attention.bias", "attention.masked_bias", "attn.masked_bias")
 
-# Where a config.json says that its weights are quantised, and the methods whose tensors surgery can move as bytes.
+# The field of config.json that marks quantised weights, and the methods whose tensors surgery can move as bytes.
 QUANTISATION = "quantization_config"
 COMPRESSED = "compressed-tensors"
 _PASSED = ("fp8", "mxfp4", COMPRESSED)
 
 _LONGEST_NAME = 500
-# How many parts the name of a shard has at most: folders below the checkpoint's, and the file.
+# The most parts in a shard's name: subfolders of the checkpoint's folder, and the file.
 _DEEPEST = 4
 _AGAIN = "they are of two downloads: get both again"
 
 _SHARD = re.compile(r"model-.*\.safetensors", re.DOTALL)
-# Old checkpoints of transformers, and what writes their tensors as safetensors: no code that a pickle names is run.
+# Old pickled checkpoints of transformers, and a command that converts them to safetensors without running pickled code.
 _TORCH = re.compile(r"pytorch_model(-[0-9]+-of-[0-9]+)?\.bin")
 _CONVERT = (
     "in a copy of that folder run `python -c 'import glob, torch, safetensors.torch as s; s.save_file({k:"
@@ -44,9 +44,9 @@ _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that hold weights; `weight_map` is the index's (tensor name → file), None for a single file.
+    """The files that hold weights; `weight_map` is the index's map (tensor name → file), None for a single file.
 
-    `passed_over` are the tensors of an index that a single file lies beside.
+    `passed_over` are the tensors named by an index that is ignored because a single weight file exists.
     """
 
     files: tuple[str, ...]
@@ -56,14 +56,14 @@ class Weights:
 
 
 def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
-    """Pick the weight files of a checkpoint, as transformers does.
+    """Choose the weight files of a checkpoint, as transformers does.
 
     A single file is preferred to an index. Raises BadInput where there are no safetensors weights, where a shard is
-    missing, and for a file that looks like a shard but is not in the index: one of the two is from another download.
-    Errors call the checkpoint `shown`, by default as its source does.
+    missing, and where a file looks like a shard but is not in the index: one of the two is from another download.
+    Errors call the checkpoint `shown`, by default the source's own name.
     """
     shown = source.shown if shown is None else shown
-    # A folder with a file's name is chosen like the file; opening it gives the error.
+    # A folder with the name of a weight file is chosen like a file; opening it then gives the error.
     names = sorted(name.removesuffix("/") for name in source.listing())
     tensors_files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     notes: list[str] = []
@@ -77,7 +77,7 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
     weight_map = _weight_map(source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES))
     files = tuple(sorted(set(weight_map.values())))
     if any("/" in file for file in files):
-        # Some checkpoints have their shards in a folder below, as transformers reads them too.
+        # Some checkpoints have their shards in a subfolder; transformers reads these too.
         names += [name for name in source.tree() if "/" in name]
     if missing := [file for file in files if file not in names]:
         way = led_below(names, missing[0]) or "; download again"
@@ -94,7 +94,7 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
 
 
 def _passed_over(source: Source) -> Collection[str]:
-    """The tensors of an index that nobody reads, as far as it can be read."""
+    """Return the tensors that the ignored index names; empty where it cannot be read."""
     try:
         return _weight_map(source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES)).keys()
     except BadInput:
@@ -152,7 +152,7 @@ def _is_plain(file: str) -> bool:
 
 
 def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """All tensors of all shards. Raises BadInput where index and headers disagree or a dtype is not floating-point."""
+    """Return all tensors of all shards. Raises BadInput where index and headers disagree or a dtype is not allowed."""
     tensors: dict[str, TensorInfo] = {}
     for file in weights.files:
         for info in headers[file].tensors:
@@ -191,7 +191,10 @@ def _check_place(info: TensorInfo, weight_map: Mapping[str, str]) -> None:
 
 
 def _check_tensor_name(info: TensorInfo) -> None:
-    """Names become paths of modules, keys of JSON and words on a terminal: no model has others than these."""
+    """Raise BadInput for a name that is too long or not printable.
+
+    Names become module paths, JSON keys and terminal output.
+    """
     if not (info.name.isprintable() and 0 < len(info.name) <= _LONGEST_NAME):
         raise BadInput(
             f"{printable(info.file)}: a tensor is called {printable(info.name)!r}, which is no module's name (1 to"
@@ -200,23 +203,23 @@ def _check_tensor_name(info: TensorInfo) -> None:
 
 
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config.json says of how its weights are quantised, where surgery can move such tensors as bytes."""
+    """Return config.json's quantisation settings where surgery can move such tensors as bytes; else None."""
     found = config.get(QUANTISATION)
     return found if isinstance(found, Mapping) and found.get("quant_method") in _PASSED else None
 
 
-# How to come by full-precision weights of a method's that transformers never stores in full.
+# Where to get full-precision weights, for methods whose weights transformers never stores in full precision.
 _NEVER = "; transformers computes with such weights and never stores them in full: get the model that they were made of"
 _FULL = {"gptq": _NEVER, "awq": _NEVER}
 
 
 def in_full(method: object) -> str:
-    """What an error about a quantised base says of how to come by its weights in full precision."""
+    """Return the end of an error about a quantised base: where to get the weights in full precision."""
     return _FULL.get(str(method), "")
 
 
 def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
-    # Indices, tables and positions: no weights, and no quantised ones. They are copied like any tensor.
+    # I64 tensors are indices, tables and positions, neither weights nor quantised. They are copied like any tensor.
     if info.dtype in FLOAT_DTYPES or info.dtype == "I64":
         return
     if info.dtype in ("BOOL", "U8") and info.name.endswith(_MASKS):

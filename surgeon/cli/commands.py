@@ -1,4 +1,4 @@
-"""What each command does: call one public function and show its result."""
+"""The body of each command: call one public function and show its result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ app = typer.Typer(
         "Exit codes: 0 done; 1 a bug in surgeon (diff: they differ); 2 bad input or refused; 3 a promise does not"
         " hold (verify, demo); 130 interrupted. Data goes to stdout, progress and errors to stderr."
     ),
-    # The terminal's width, whatever it is: 80 columns, click's own limit, fold every option's help.
+    # Use the terminal's full width: click's own limit of 80 columns would fold every option's help.
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 1_000},
 )
 
@@ -146,7 +146,7 @@ def train(
     """
     from surgeon.training.config.loading import load_config
 
-    # A mistake in it is shown before anything else is even imported.
+    # Report mistakes in the config before the slow imports.
     load_config(config, overrides)
 
     from surgeon.training.train import rehearsal_view, trained_view
@@ -366,12 +366,12 @@ def demo(
 
 
 def short() -> None:
-    """Look for cycles less often: in a command of a second, among what it imports, that takes a fifth of the time."""
+    """Run the garbage collector less often: its runs during imports take a fifth of a short command's time."""
     gc.set_threshold(100_000)
 
 
 def _leave_ranks() -> None:
-    """End a finished process of torchrun: gloo's threads may outlive the interpreter, whose exit then aborts."""
+    """End a finished process of torchrun at once: gloo's threads may outlive the interpreter, which then aborts."""
     if Ranks.of_environment().size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -379,7 +379,7 @@ def _leave_ranks() -> None:
 
 
 def _plan(given: str, overrides: Sequence[str] | None) -> LoadedPlan:
-    """The plan that is named, or the one on stdin (`-`), whose relative paths start in this folder."""
+    """Return the named plan, or the plan on stdin (`-`), whose relative paths start in the current folder."""
     overrides = overrides or ()
     if given != "-":
         from surgeon.writing.preview import loaded_plan
@@ -402,7 +402,7 @@ def main() -> None:
     """Run the command line."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    # A console's encoding may have no sign for what is shown.
+    # The console's encoding may lack some characters of the output.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     forget_leftovers()

@@ -1,4 +1,4 @@
-"""The commands: the public function of each, its options, and how its result is shown."""
+"""The commands: the public function behind each, its options, and the display of its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surgeon.common import devices
 from surgeon.common.places import meant
 from surgeon.errors import BadInput
 
-# The order of the help.
+# The commands by group, in the order of the help.
 GROUPS = {
     "Grow": ("demo", "plans", "families", "preview", "apply", "verify"),
     "Train and measure": ("train", "recall", "evaluate", "compare", "continual"),
@@ -29,7 +29,7 @@ GROUPS = {
     "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "push"),
     "For editors": ("schema",),
 }
-# The rest of the line behind `surgeon COMMAND`.
+# Example arguments after `surgeon COMMAND`.
 EXAMPLES = {
     "demo": "",
     "plans": "llama-pro > plan.yaml",
@@ -56,7 +56,7 @@ EXAMPLES = {
     "push": "run user/name --dry-run",
     "schema": "--training > train.schema.json",
 }
-# Commands and options that are gone, and what to use instead.
+# Removed commands and options, and what to use instead.
 _FORMER = {
     "evaluate --mtp": "an engine that serves the model counts accepted drafts",
     "evaluate --draft": "an engine that serves the model counts accepted drafts",
@@ -68,15 +68,15 @@ _FORMER = {
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
-# A parameter of a command that its function declares.
+# The annotation of a command's parameter that its public function declares.
 Declared = Any
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A command: its help, the public function whose parameters are its options, and what runs with their values.
+    """A command: its help, the public function whose parameters are its options, and the function `run` behind it.
 
-    Parameters of `run` that are `Declared`, and all that it takes as `**given`, are the function's; others are the
+    Parameters of `run` that are `Declared`, and all in its `**given`, belong to the public function; others are the
     command's own.
     """
 
@@ -86,12 +86,15 @@ class Entry:
     run: Callable[..., None]
 
     def command(self) -> Any:
-        """The command as typer has it. The function's module is read for it, not imported."""
+        """Return the command as a typer object.
+
+        The source of the function's module is read, but the module is not imported.
+        """
         own = [p for p in inspect.signature(self.run, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
         declared = parameters_given(surgeon._HOMES[self.function], self.function) if self.function else []
         spelt = {parameter.name: self._spelling(parameter.name) for parameter in declared}
         parameters = [as_option(parameter, spelt[parameter.name]) for parameter in declared]
-        # The command's own come before --trust-remote-code, which is the last one everywhere.
+        # The command's own options come before --trust-remote-code, which is last in every command.
         before = len(parameters) - any(parameter.name == "trust_remote_code" for parameter in parameters)
         parameters[before:before] = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -100,7 +103,7 @@ class Entry:
         ]
 
         def called(**words: Any) -> None:
-            # What is not given has the function's default.
+            # Leave options out that were not given, so that the function's defaults apply.
             given = {name: value for name, value in words.items() if value is not None or name not in spelt}
             given |= {name: Path(meant(str(value))) for name, value in given.items() if isinstance(value, Path)}
             devices.check(given.get("device", "auto"))
@@ -109,7 +112,7 @@ class Entry:
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        # The mark keeps the lines of the paragraph as they are.
+        # The mark `\b` keeps the paragraph's line breaks.
         text = f"{self.help}\n\n\b\nExample:\n  surgeon {self.name} {EXAMPLES[self.name]}".rstrip()
         alone.command(self.name, cls=Command, help=text)(called)
         return typer.main.get_command(alone)
@@ -122,7 +125,7 @@ ENTRIES: dict[str, Entry] = {}
 
 
 class Commands(UserDict[str, Any]):
-    """The commands by name, each made when it is asked for."""
+    """The commands by name, each created at its first use."""
 
     def __getitem__(self, name: str) -> Any:
         if isinstance(found := self.data[name], Entry):
@@ -131,18 +134,21 @@ class Commands(UserDict[str, Any]):
 
 
 class Group(TyperGroup):
-    """Commands that end every failure with one line on stderr and an exit code; their help has whole summaries."""
+    """A group of commands that end every failure with one line on stderr and an exit code.
+
+    Its help shows the whole summaries of commands.
+    """
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.commands = Commands(ENTRIES)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of all commands."""
+        """Return the names of all commands."""
         return list(self.commands)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The commands by group, each with the first paragraph of its help, however long that is."""
+        """Write the commands by group, each with the first paragraph of its help, however long that is."""
         for group, names in GROUPS.items():
             with formatter.section(group):
                 formatter.write_dl(
@@ -150,7 +156,7 @@ class Group(TyperGroup):
                 )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is named. Raises BadInput where it, or an option, is gone."""
+        """Return the named command. Raises BadInput where the command, or an option, was removed."""
         name, *rest = args
         for asked in (name, *(f"{name} {option.partition('=')[0]}" for option in rest)):
             if asked in _FORMER:
@@ -158,13 +164,13 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that is named."""
+        """Run the named command."""
         with failing():
             return super().invoke(ctx)
 
 
 def command(function: str = "", *, name: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of what runs it, called as that is and with its docstring for help, for a public function."""
+    """Register the decorated function as a command for a public function; its name and docstring are the command's."""
 
     def added(run: Callable[..., None]) -> Callable[..., None]:
         called = name or run.__name__
@@ -185,13 +191,13 @@ def shown(
 ) -> None:
     """Add a command that calls a public function with its options and shows the result by `view` of its module.
 
-    With `always` it is shown although `--quiet` is set. `code` gives the exit code.
+    With `always`, the result is shown even with `--quiet`. `code` computes the exit code from the result.
     """
 
     def run(as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
         with listening(quiet) as listener:
             result = getattr(surgeon, function)(**given, listener=listener)
-        # A public view has a home of its own.
+        # A public view may be in a module of its own.
         module = import_module(f"surgeon.{surgeon._HOMES.get(view, surgeon._HOMES[function])}")
         show(result, getattr(module, view), as_json=as_json, quiet=quiet and not always)
         if failed := code(result):

@@ -1,4 +1,4 @@
-"""What a command prints: its result on stdout, progress on stderr; how it fails: a line a mistake, an exit code."""
+"""What a command prints (result on stdout, progress on stderr) and how it fails (a line per mistake, exit code)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Debug:
-    """Whether tracebacks are shown."""
+    """The setting whether tracebacks are shown."""
 
     on = False
 
@@ -41,7 +41,7 @@ def failing() -> Iterator[None]:
     try:
         with _plugins_named():
             yield
-        # What is shown is written at the latest here, where there may be no room for it.
+        # Flush the output here at the latest, where a full disk can still be reported.
         sys.stdout.flush()
     except Mistakes as error:
         fail(error.lines, error.exit_code)
@@ -52,10 +52,10 @@ def failing() -> Iterator[None]:
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
     except SystemExit as error:
-        # Nothing of surgeon's raises it: a command that was not carried out must not end as if it were done.
+        # Surgeon itself never raises it. A command that was not completed must not end as if it were done.
         fail(f"code that this command called ended Python (SystemExit: {error}); --debug shows where", 1)
     except Exception as error:
-        # Usage errors (an unknown option, say) have their own exit code; typer shows them.
+        # Usage errors, for example an unknown option, have their own exit code; typer shows them.
         if isinstance(getattr(error, "exit_code", None), int):
             raise
         if (why := no_room(error)) is not None:
@@ -63,7 +63,7 @@ def failing() -> Iterator[None]:
             _stop_writing(where)
             fail(f"{where or 'the output'}: {why}; make room and run the same command again", 2)
         if isinstance(error, OSError):
-            # What a command did not foresee of paths, permissions and disks is not in surgeon either.
+            # Unexpected errors of paths, permissions and disks are not bugs of surgeon.
             named = f"{error.filename}: " if isinstance(error.filename, str) else ""
             fail(f"{named}{error.strerror or error}; check the path, its permissions and the disk", 2)
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -72,7 +72,7 @@ def failing() -> Iterator[None]:
 
 @contextmanager
 def _plugins_named() -> Iterator[None]:
-    """Turn whatever a plugin's code raises into a refusal that names the plugin."""
+    """Convert any exception of a plugin's code to a refusal that names the plugin."""
     try:
         yield
     except BaseException as error:
@@ -83,7 +83,7 @@ def _plugins_named() -> Iterator[None]:
         raise
 
 
-# What typer says of a number beyond its bounds, in words.
+# Replacements for typer's words about a number beyond its bounds.
 _BOUNDS = {
     "Input should be greater than or equal to": "it must be at least",
     "Input should be less than or equal to": "it must be at most",
@@ -91,12 +91,12 @@ _BOUNDS = {
 
 
 class Command(TyperCommand):
-    """A command that asks, where its arguments are refused, whether two of them changed places."""
+    """A command that asks, where its arguments are refused, whether two of them were swapped."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; what a value must be is said in the words of this house.
+        """Read the arguments; errors about values use surgeon's own words.
 
-        An empty one would be the current folder to `Path`. Raises BadInput.
+        Raises BadInput for an empty argument, which `Path` would read as the current folder.
         """
         for number, given in enumerate(args, 1):
             if not given or (given.startswith("--") and given.endswith("=")):
@@ -106,7 +106,7 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            # typer's words for what it expects are pydantic's.
+            # typer describes expected values in pydantic's words.
             for theirs, ours in _TYPES_OF_VALUES.items():
                 if theirs in error.message:
                     error.message = f"it takes {ours}"
@@ -119,7 +119,7 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except Mistakes as error:
-            # Every line of a file of another kind is wrong: one is enough beside what it is.
+            # In a file of another kind every line is wrong: show one mistake and the hint.
             hint = mixed_up_arguments(ctx)
             if hint and error.lines[0].startswith(hint.partition(" is ")[0]):
                 raise BadInput(f"{error.lines[0]}; {hint}") from error
@@ -134,14 +134,14 @@ _TYPES_OF_VALUES = {"valid integer": "a whole number", "valid number": "a number
 
 
 def mixed_up_arguments(ctx: typer.Context) -> str:
-    """Return a question about arguments that may have changed places, by their names in the help; empty without one."""
+    """Return a question whether arguments were swapped, by their names in the help; "" where nothing suggests it."""
     from surgeon.checkpoint.kinds import CHECKPOINTS, NAME, NEW, Argument, Kind, mixed_up
 
     outputs: dict[str, set[Kind]] = {
         "apply": {NEW, NAME},
         "train": {*CHECKPOINTS},
         "verify": {"an output of surgeon", NAME},
-        # Into which an adapter is merged; DEST is its folder then.
+        # OUT may be a base into which an adapter is merged; DEST is then the adapter's folder.
         "merge": {*CHECKPOINTS, NAME},
     }
     takes: dict[str, set[Kind]] = {
@@ -167,7 +167,7 @@ def mixed_up_arguments(ctx: typer.Context) -> str:
     for parameter in ctx.command.params:
         called = parameter.metavar or parameter.opts[0]
         given = ctx.params.get(parameter.name or "")
-        # A repeatable one is looked at only where it was given once.
+        # A repeatable argument is examined only where it was given once.
         if isinstance(given, list) and len(given) == 1:
             given = given[0]
         if called in takes and isinstance(given, str | Path):
@@ -176,18 +176,18 @@ def mixed_up_arguments(ctx: typer.Context) -> str:
 
 
 def _stop_writing(where: str | None) -> None:
-    """Let go of what is still to be written to a full stdout: Python would try again, and fail again, at its end."""
+    """Discard what is still to be written to a full stdout: else Python would try again, and fail again, at exit."""
     if where is None:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(message: str | Sequence[str], code: int) -> NoReturn:
-    """Print what is wrong, a line each, and exit."""
+    """Print the mistakes, one line each, and exit."""
     if Debug.on:
         traceback.print_exc()
     ranks = Ranks.of_environment()
-    # What another rank has met, that one says.
+    # An error of another rank is printed by that rank.
     if ranks.leads or not isinstance(sys.exception(), Elsewhere):
         by = "" if ranks.leads else f"rank {ranks.rank}: "
         for line in [message] if isinstance(message, str) else message:
@@ -197,9 +197,10 @@ def fail(message: str | Sequence[str], code: int) -> NoReturn:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """End at SIGTERM, which schedulers and containers send, as at Ctrl-C: what is being written is waited for.
+    """Treat SIGTERM, which schedulers and containers send, like Ctrl-C in the block: data being written is completed.
 
-    Several processes are left as they are: torchrun ends those that wait for one that failed, and they would wait on.
+    With several processes nothing changes: torchrun ends processes that wait for a failed one, and with this handler
+    they would keep waiting.
     """
     if Ranks.of_environment().size > 1 or threading.current_thread() is not threading.main_thread():
         yield
@@ -212,11 +213,11 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def console() -> Console:
-    """The terminal, or the file or pipe in its place."""
+    """Return a console for stdout: the terminal, a file or a pipe."""
     from rich.console import Console
 
-    # File names and tensor names are shown as they are: no markup, no emoji codes, no guessing at what is a number.
-    # In a file or a pipe a table keeps its columns: there is no window width to fold it to.
+    # File names and tensor names are shown unchanged: no markup, no emoji codes, no highlighted numbers.
+    # In a file or a pipe a table keeps its columns, as there is no window width to fit.
     terminal = sys.stdout.isatty()
     width = None if terminal or "COLUMNS" in os.environ else 160
     file = None if terminal else cast(IO[str], _Unpadded(sys.stdout))
@@ -224,13 +225,13 @@ def console() -> Console:
 
 
 class _Unpadded:
-    """A file or pipe that gets lines without the spaces that fill a table's last column."""
+    """A file or pipe wrapper that removes the spaces that fill a table's last column."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Write text."""
+        """Write text without trailing spaces in its lines."""
         return self._file.write(re.sub(r" +$", "", text, flags=re.M))
 
     def __getattr__(self, name: str) -> Any:
@@ -239,7 +240,7 @@ class _Unpadded:
 
 @contextmanager
 def listening(quiet: bool) -> Iterator[ProgressListener]:
-    """Show progress on stderr, unless `quiet`, and first which library is newer than any that was tested."""
+    """Show progress on stderr, unless `quiet`; first report libraries newer than any tested version."""
     from surgeon.common.installation import untested
     from surgeon.common.listener import ProgressListener
 
@@ -250,7 +251,7 @@ def listening(quiet: bool) -> Iterator[ProgressListener]:
 
 
 def show(result: Result, view: Callable[[Any], RenderableType], *, as_json: bool, quiet: bool = False) -> None:
-    """Print a result by its view, or as JSON; with `quiet` as JSON alone."""
+    """Print a result by its view, or as JSON; with `quiet`, only JSON is printed."""
     if as_json:
         print_json(result.to_json())
     elif not quiet:

@@ -1,7 +1,7 @@
-"""Options of a command line from a function's parameters, as typer takes them.
+"""Options of a command line, derived from a function's parameters, as typer expects them.
 
-A public function's parameters are read from its module's source, and nothing of the module is imported: a parameter has
-its name, type and default in one place, and `surgeon apply --help` does not wait for what `apply` imports.
+A public function's parameters are read from its module's source, without importing the module. So a parameter's name,
+type and default are defined in one place, and `surgeon apply --help` does not wait for the imports of `apply`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Annotated, Any, Final
 import typer
 
 _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "str | Path": Path, "Path": Path}
-# What a program gives to a function, and a command line cannot.
+# Types of parameters that a program can pass to a function, but a command line cannot.
 _FOR_PROGRAMS = ("Listener", "Ranks", "Callable[")
 
 
-# A default that is an expression: a name of the module, say.
+# Marks a default that is an expression, for example a name of the module.
 COMPUTED: Final = object()
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: its name, its annotation as written, whether it has a default, and the default where it is plain."""
+    """A parameter: its name, annotation as text, whether it is keyword-only or required, and its default if literal."""
 
     name: str
     annotation: str
@@ -37,10 +37,10 @@ class Parameter:
 
 
 def parameters_of(module: str, function: str) -> list[Parameter]:
-    """The parameters of a function of surgeon, in order; `module` is its name below `surgeon` (`apply.preview`)."""
+    """Return the parameters of a function of surgeon, in order; `module` is its name in `surgeon` (`writing.apply`)."""
     source = pkgutil.get_data("surgeon", f"{module.replace('.', '/')}.py")
     assert source is not None
-    # Its overloads, which are for type checkers, stand before it.
+    # Take the last definition: overloads for type checkers come before it.
     *_, defined = (
         node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function
     )
@@ -67,11 +67,11 @@ def _parameter(written: ast.arg, default: ast.expr | None, *, keyword: bool) -> 
 
 @dataclass(frozen=True)
 class Spelling:
-    """The part of an option that its function's signature does not have.
+    """The facts about an option that its function's signature does not contain.
 
-    `option` is its name where that differs, or where the function has it by place; `kind` its type where a path may be
-    a name too; `convert` makes the function's value of the words; `default` is one that the signature computes; `off`
-    marks a flag that turns off what the function does by default.
+    `option` is its name where that differs, or where the parameter is positional. `kind` is its type where a path may
+    also be a name. `convert` converts the given words to the function's value. `default` replaces a computed default.
+    `off` marks a flag that switches off a default behaviour of the function.
     """
 
     help: str
@@ -86,20 +86,20 @@ class Spelling:
     off: bool = False
 
     def value(self, words: Any) -> Any:
-        """Return the function's value of what was given. Raises BadInput."""
+        """Return the function's value for the given words. Raises BadInput."""
         if self.off:
             return not words
         return words if self.convert is None else self.convert(words)
 
 
 def parameters_given(module: str, function: str) -> list[Parameter]:
-    """Return the parameters of a function of surgeon that a command line can give."""
+    """Return the parameters of a function of surgeon that a command line can set."""
     found = parameters_of(module, function)
     return [parameter for parameter in found if not parameter.annotation.startswith(_FOR_PROGRAMS)]
 
 
 def as_option(parameter: Parameter, spelling: Spelling) -> inspect.Parameter:
-    """Return a parameter as typer reads it from a signature: an argument where it has its place, else an option."""
+    """Return a parameter for typer's signature: an argument where it is positional, else an option."""
     plain = parameter.annotation.removesuffix(" | None")
     repeated = "Sequence[" in plain or "Mapping[" in plain
     kind: Any = list[str] if repeated else spelling.kind or _TYPES[plain]
@@ -114,7 +114,7 @@ def as_option(parameter: Parameter, spelling: Spelling) -> inspect.Parameter:
         "autocompletion": spelling.complete,
     }
     if parameter.keyword or spelling.option:
-        # Without a name typer gives a flag its opposite: --no-link.
+        # Without an explicit name typer would add an opposite flag: --no-link.
         name = spelling.option or f"--{parameter.name.replace('_', '-')}"
         info = typer.Option(name, **details)
     else:

@@ -1,4 +1,4 @@
-"""What the options of commands are called, and what their help says."""
+"""The names of commands' options, and their help texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from surgeon.errors import BadInput, printable
 
 
 def _complete_plan(incomplete: str) -> list[str]:
-    """Complete shipped plans, and the files and folders that begin with the typed text."""
+    """Return completions: shipped plans, and files and folders that begin with the typed text."""
     typed = Path(incomplete)
     folder, start = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     beside = sorted(folder.glob("*")) if incomplete and folder.is_dir() else []
@@ -26,7 +26,7 @@ def _complete_shipped(incomplete: str) -> list[str]:
 
 
 def complete_shipped_or_swept(incomplete: str) -> list[str]:
-    """Complete shipped plans and sweeps."""
+    """Return completions: shipped plans and sweeps."""
     from surgeon.plan import shipped
 
     return [name for name in [*shipped.names(), *shipped.sweeps()] if name.startswith(incomplete)]
@@ -76,7 +76,7 @@ def _bytes(text: str) -> int:
 
 _S = Spelling
 _DTYPES = "in auto (the checkpoint's), float32, bfloat16 or float16"
-# By parameter, or by command and parameter where a command means something else by it.
+# Keyed by parameter, or by command and parameter where a command gives the parameter another meaning.
 SPELLINGS = {
     "plan": _S("plan file, name of a shipped plan, or - for stdin", "PLAN", kind=str, complete=_complete_plan),
     "base": _S("base checkpoint: a folder, or user/name[@revision] on the Hub", "BASE", kind=str),

@@ -1,1 +1,1 @@
-"""Plumbing for every room: strict YAML, progress, timing, devices, several processes. Knows nothing of models."""
+"""Helpers for all rooms: strict YAML, progress, timing, devices, several processes. Independent of models."""

@@ -1,7 +1,7 @@
-"""Small files of the user's own that save work: `$SURGEON_CACHE`, or `surgeon` in the user's folder for caches.
+"""Small files of the user's cache that save work, in `$SURGEON_CACHE`, or in `surgeon` in the user's cache folder.
 
-What lies there is never needed. An entry carries a code (HMAC-SHA256) by the user's own key: this user's surgeon alone
-can have written it. What is missing or damaged is made anew. Nothing here raises for a cache that cannot be used.
+The cache is never needed. An entry has a code (HMAC-SHA256) by the user's own key, so only this user's surgeon can have
+written it. Missing or damaged entries are made again. Nothing here raises for an unusable cache.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from typing import Any
 
 from surgeon.common.signed import own_key
 
-# `SURGEON_CACHE=off` goes without a cache.
+# `SURGEON_CACHE=off` switches the cache off.
 VARIABLE = "SURGEON_CACHE"
 _OFF = "off"
 MAX_ENTRY_BYTES = 16_000_000
 _MAX_ENTRIES = 128
 _MAX_BYTES = 128_000_000
-# The share of a limit by which one process may pass it before it looks at the folder again.
+# One process may exceed a limit by a share of 1 / `_SLACK` before it checks the folder again.
 _SLACK = 16
-# Entries and bytes that this process wrote to a folder since it last looked at all of it.
+# Entries and bytes that this process wrote to a folder since it last checked the whole folder.
 _written: dict[Path, tuple[int, int]] = {}
 
 
 def is_off() -> bool:
-    """Return whether the user wants everything to be found out anew."""
+    """Return whether the user has switched the cache off."""
     return os.environ.get(VARIABLE, "").strip() == _OFF
 
 
 def cache_folder(kind: str) -> Path | None:
-    """Return the folder of entries of this kind; None where the user wants no cache, or there is no home for one."""
+    """Return the folder of entries of this kind; None where the cache is off, or the user has no home folder."""
     named = os.environ.get(VARIABLE, "").strip()
     if is_off():
         return None
     if named:
         return Path(named).expanduser().absolute() / kind
-    # As the XDG base directory specification says: a relative path counts as none.
+    # By the XDG base directory specification, a relative path is ignored.
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (home if home.is_absolute() else Path.home() / ".cache") / "surgeon" / kind
@@ -52,7 +52,7 @@ def cache_folder(kind: str) -> Path | None:
 
 
 def read_entry(folder: Path, name: str) -> bytes | None:
-    """The content of an entry; None where there is none, or it is not as this user's surgeon wrote it."""
+    """Return the content of an entry; None where there is none, or this user's surgeon did not write it so."""
     try:
         handle = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
@@ -69,13 +69,13 @@ def read_entry(folder: Path, name: str) -> bytes | None:
 
 
 def _code(folder: Path, name: str, content: bytes) -> bytes:
-    """The code by which an entry is known to be this user's."""
+    """Return the code that proves an entry to be this user's."""
     told = f"{folder.name}/{name}\n".encode() + content
     return hmac.new(own_key().secret, told, "sha256").hexdigest().encode()
 
 
 def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENTRIES) -> None:
-    """Put an entry in place by one rename; the oldest go where there are more than about `most`, or too many bytes."""
+    """Write an entry by one rename; remove the oldest where there are more than about `most`, or too many bytes."""
     content = _code(folder, name, content) + b"\n" + content
     if len(content) > MAX_ENTRY_BYTES:
         return
@@ -99,7 +99,7 @@ def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENT
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Return whether nobody else can have written it."""
+    """Return whether only this user can have written it."""
     return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
 
 
@@ -120,7 +120,7 @@ def _prune(folder: Path, most: int) -> None:
 
 
 def digest_of(content: Any) -> str:
-    """A digest of JSON data, of any mappings and sequences: what an entry, or an answer in one, is called by."""
+    """Return a digest of JSON data, made of any mappings and sequences; it names an entry, or an answer in one."""
 
     def plain(each: Any) -> Any:
         return dict(each) if isinstance(each, Mapping) else list(each)

@@ -1,4 +1,4 @@
-"""One check of an output, as results and tables show it."""
+"""One check of an output, for results and tables."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from surgeon.errors import printable
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was promised, whether it holds, and what was found.
+    """A checked promise: its name, whether it holds, and what was found.
 
-    A `note` holds, and names something that no promise covers and the reader should know.
+    A `note` always holds; it reports something that no promise covers and the reader should know.
     """
 
     name: str
@@ -23,11 +23,11 @@ class Check:
 
     @classmethod
     def of(cls, name: str, wrong: Collection[str], broken: str, kept: str) -> Check:
-        """A check that holds, and says what is `kept`, where no name is `wrong`; else it says what is `broken`."""
+        """Return a failed check with the text `broken` and the `wrong` names, if any; else one that holds (`kept`)."""
         return cls(name, not wrong, f"{broken}: {some(wrong)}" if wrong else kept)
 
 
 def some(names: Collection[str]) -> str:
-    """The first three names, and how many more."""
+    """Return the first three names, and the number of further ones."""
     shown = ", ".join(printable(name) for name in islice(names, 3))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

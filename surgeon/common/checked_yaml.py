@@ -1,4 +1,4 @@
-"""A YAML document checked by a schema: every problem a line, with file, line, key and what was probably meant."""
+"""A YAML document checked by a schema: one line per problem, with file, line, key and the probable intention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from surgeon.errors import bad_input, printable
 ModelT = TypeVar("ModelT", bound=BaseModel)
 MOST_PROBLEMS = 20  # shown of one file
 
-# How a bound is said, by pydantic's name for it.
+# The words for a bound, by pydantic's name for it.
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
@@ -33,15 +33,15 @@ def check_yaml(model: type[ModelT], document: Document, habits: Mapping[str, str
         habits: what keys of other programs, and former values, are called here
 
     Returns:
-        the document as `model` has it
+        the document as an instance of `model`
 
     Raises:
-        BadInput: with every problem, a line each: file, line, key, what is wrong, and the key or value that was
+        BadInput: with every problem, one line each: file, line, key, the fault, and the key or value that was
             probably meant
     """
     data = document.data
     try:
-        # JSON mode: strict about types, yet lists are lists and whole numbers count as numbers.
+        # JSON mode is strict about types, but accepts lists for tuples and whole numbers for floats.
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
         problems = {_place_of(problem, data): problem for problem in _problems(error, data)}
@@ -60,7 +60,7 @@ def check_yaml(model: type[ModelT], document: Document, habits: Mapping[str, str
 
 
 def check_given(model: type[ModelT], **given: Any) -> ModelT:
-    """Options of a call as `model` has them. Raises BadInput with every one that it does not allow, a line each."""
+    """Return the options of a call as an instance of `model`. Raises BadInput with every invalid one, one line each."""
     try:
         return model(**given)
     except ValidationError as error:
@@ -83,7 +83,8 @@ def _where(place: Place, file: Document | Loaded[Any]) -> str:
 class Loaded(Generic[ModelT]):
     """A file as read; relative paths in it start at its folder.
 
-    `lines` are those of its keys, `given` what set some of them instead: options, say.
+    `lines` are the lines of its keys. `given` names, for keys that were set otherwise, what set them, for example
+    options.
     """
 
     config: ModelT
@@ -92,13 +93,13 @@ class Loaded(Generic[ModelT]):
     given: Mapping[Place, str] = field(default_factory=dict)
 
     def where(self, *place: str | int) -> str:
-        """How an error about a key begins: the file and line, or what set it instead."""
+        """Return the beginning of an error about a key: the file and line, or the option that set it."""
         if not self.lines and place not in self.given:
             return f"{printable(str(self.source))}: "
         return _where(place, self)
 
     def resolve(self, path: str) -> Path:
-        """A path that the file names."""
+        """Return the path to open for a path in the file."""
         return self.source.parent / meant(path)
 
 
@@ -107,13 +108,13 @@ def _line_of(place: Place, lines: Mapping[Place, int]) -> int:
 
 
 def editor_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
-    """The JSON schema of a kind of file, for editors that complete YAML by it."""
+    """Return the JSON schema of a kind of file, with which editors complete YAML."""
     return model.model_json_schema() | {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
 
 
 def _place_of(problem: ErrorDetails, data: dict[str, Any]) -> Place:
     if problem["type"] == "value_error":
-        # The last step of its location is a form of a union, which is no place.
+        # The last step of its location is a form of a union, not a place in the document.
         return _tried_at(data, problem)
     place = _place_in(data, problem["loc"], lacking=problem["type"] == "missing")
     if problem["type"] == "union_tag_invalid":
@@ -123,7 +124,7 @@ def _place_of(problem: ErrorDetails, data: dict[str, Any]) -> Place:
 
 @dataclass(frozen=True)
 class _Said:
-    """What errors say of a document: the forms that its schema has, the document, its kind, and others' habits."""
+    """The texts of errors about a document, from its schema's forms, its data, its kind, and other programs' habits."""
 
     forms: Forms
     data: Any
@@ -131,11 +132,11 @@ class _Said:
     habits: Mapping[str, str]
 
     def keys_beside(self, place: Place) -> list[str]:
-        """Return the keys that the mapping may have in which a key stands."""
+        """Return the keys that the mapping around a key may have."""
         return self.forms.keys(self.data, place[:-1])
 
     def about(self, problem: ErrorDetails, place: Place) -> str:
-        """Say what is wrong at a place."""
+        """Return what is wrong at a place."""
         match problem["type"]:
             case "extra_forbidden":
                 key = str(place[-1])
@@ -145,12 +146,12 @@ class _Said:
                 tags = self.forms.tags(self.data, place, name)
                 return f"`{_shown_place(place, self.what)}` needs `{name}:`, one of {', '.join(tags)}"
             case "value_error":
-                # A sentence of ours about several keys, which says all there is to say: only the entry is named.
+                # A complete sentence of our own about several keys: only the entry's name is added.
                 return _entry_of(self.data, place) + problem["msg"].removeprefix("Value error, ")
         return self.about_value(problem, place)
 
     def about_value(self, problem: ErrorDetails, place: Place) -> str:
-        """Say what is wrong with the value at a place."""
+        """Return what is wrong with the value at a place."""
         key, context = _shown_place(place, self.what), problem.get("ctx", {})
         match problem["type"]:
             case "missing":
@@ -174,14 +175,14 @@ class _Said:
         return f"`{key}` is {value_text(value)}; it takes {takes}"
 
     def _meant(self, key: str, place: Place) -> str:
-        """Say what an unknown key is called here, as far as that can be guessed."""
+        """Return the name here of an unknown key, as far as it can be guessed."""
         beside = self.keys_beside(place)
         if key in self.habits or len(place) != 1 or key in beside or (home := self.forms.home_of(key)) is None:
             return self._here(key, beside)
         return f"; here it is `{home}`"
 
     def _here(self, word: str, known: Sequence[str]) -> str:
-        """Say what takes the place of an unknown key or value: by `habits`, else what was probably meant."""
+        """Return what replaces an unknown key or value: by `habits`, else the nearest known one."""
         return f"; here it is {self.habits[word]}" if word in self.habits else did_you_mean(word, known)
 
 
@@ -194,7 +195,7 @@ def _shown_place(place: Place, what: str) -> str:
 
 
 def _entry_of(data: Any, place: Place) -> str:
-    """The entry of a list that a place lies in: `operations[0] (control_llm): `; empty where it lies in none."""
+    """Return the list entry around a place, `operations[0] (control_llm): `; "" where the place is in none."""
     if len(place) < 2 or not isinstance(place[1], int):
         return ""
     entry = data[place[0]][place[1]]
@@ -204,7 +205,7 @@ def _entry_of(data: Any, place: Place) -> str:
 
 
 def _problems(error: ValidationError, data: dict[str, Any]) -> list[ErrorDetails]:
-    """Return every problem once: the most specific one of those that a union found as it tried its forms."""
+    """Return every problem once: among the problems from the forms of a union, the most specific one."""
     by_place: dict[Place, list[ErrorDetails]] = {}
     for problem in error.errors(include_url=False):
         by_place.setdefault(_tried_at(data, problem), []).append(problem)
@@ -212,14 +213,14 @@ def _problems(error: ValidationError, data: dict[str, Any]) -> list[ErrorDetails
 
 
 def _most_specific(problems: Sequence[ErrorDetails]) -> ErrorDetails:
-    """The one deepest in the file, unknown keys first; a key that one form of a union knows is not unknown."""
+    """Return the problem deepest in the file, unknown keys first; a key known to one form of a union is not unknown."""
     order = {"extra_forbidden": 0, "union_tag_invalid": 0}
     unknown_or_known = [p for p in problems if not _known_to_another(p, problems)]
     return min(unknown_or_known, key=lambda p: (order.get(p["type"], 1), -len(p["loc"]), p["type"] == "missing"))
 
 
 def _known_to_another(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -> bool:
-    """Return whether a form of a union refuses a key that another form takes, which found its value wrong."""
+    """Return whether another form of the union accepts the key that this form refuses, and found its value wrong."""
     if problem["type"] != "extra_forbidden":
         return False
     at = len(problem["loc"]) - 1
@@ -230,10 +231,10 @@ def _known_to_another(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -
 
 
 def _tried_at(data: Any, problem: ErrorDetails) -> Place:
-    """The place of a problem; of one that a union found in one of its forms, the place of the union's value.
+    """Return the place of a problem; for a problem in a form of a union, the place of the union's value.
 
-    A step of a location that is no key of the data names a form of a union, unless it is the value of the entry's
-    discriminator (`op`, `kind`), or the last one, which may be a key that is missing.
+    A location step that is no key of the data names a form of a union, unless it is the value of the entry's
+    discriminator (`op`, `kind`), or the last step, which may be a missing key.
     """
     place: list[str | int] = []
     *steps, last = problem["loc"] or ("",)
@@ -247,9 +248,9 @@ def _tried_at(data: Any, problem: ErrorDetails) -> Place:
 
 
 def _place_in(data: Any, location: tuple[int | str, ...], *, lacking: bool) -> Place:
-    """The steps of a pydantic location that are steps in the data: others name members of unions.
+    """Return the steps of a pydantic location that are steps in the data; other steps name members of unions.
 
-    With `lacking` the last one is a key that the data has not.
+    With `lacking`, the last step is a key that is missing in the data.
     """
     place: list[str | int] = []
     for number, step in enumerate(location):

@@ -1,9 +1,9 @@
-"""A process of its own, with limits of time and memory, that opens a stranger's file and answers questions about it.
+"""A child process, with limits of time and memory, that opens an untrusted file and answers questions about it.
 
-Some files are programs: a chat template loops as long as it likes and makes strings as long as it likes, the regular
-expressions of a tokenizer.json may backtrack for ever, in code that no signal interrupts, and a few bytes of parquet
-unpack to any size. So they are opened in a child, whose timer the kernel keeps and whose memory is bounded. Questions
-and answers are JSON, a line each.
+Some files are programs. A chat template can loop and build strings without limit. The regular expressions of a
+tokenizer.json may backtrack for ever, in code that no signal handler interrupts. A few bytes of parquet can unpack to
+any size. So these files are opened in a child, whose timer the kernel keeps and whose memory is limited. Questions and
+answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from typing import Any, Never
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput
 
-# Seconds of computing for one question, and characters of it that take one second more: honest tokenizers do a million.
+# CPU seconds for one question, and the question's characters per further second; usual tokenizers handle a million.
 SECONDS = 60.0
 _CHARACTERS_A_SECOND = 100_000
-# Bytes beyond what the process has when it begins, and for each character of a question more.
+# Bytes that the child may add to its initial memory, and further bytes for each character of a question.
 MEMORY = 4 << 30
 _MEMORY_A_CHARACTER = 256
-# Bytes of the longest answer: more than any context, and for each character of a question more.
+# Bytes of the longest answer (more than any context needs), and further bytes for each character of a question.
 _LONGEST = 256 << 20
 _LONGEST_A_CHARACTER = 16
 _BUFFER = 1 << 20
 
 
 class Limited(Exception):
-    """A question took more than it may, or the process ended over it; the text continues a sentence."""
+    """A question exceeded a limit, or ended the child; the text continues a sentence."""
 
 
 class Failed(Exception):
-    """A library failed on a question; the text is the first line of what it said."""
+    """A library failed on a question; the text is the first line of its error."""
 
 
 class Child:
     """A child of this process, which ends with this object.
 
-    `opens` opens the file, in the child, and returns what answers a question there: a function whose arguments are the
-    question's. What JSON has no words for (bytes, dates) comes as an object of its type's name, never as a text.
+    `opens` opens the file, in the child, and returns the function that answers questions there; its arguments are the
+    question's. Values that JSON lacks (bytes, dates) arrive as an object with the type's name as key, never as text.
     """
 
     def __init__(self, opens: Callable[[], Callable[..., Any]]) -> None:
@@ -55,7 +55,7 @@ class Child:
         with _quiet_fork():
             pid = os.fork()
             if pid == 0:
-                # Within: tokenizers that make threads in a child of a process with threads wait for ever.
+                # Still within `_quiet_fork`: tokenizers that start threads in a forked child can deadlock.
                 _serve(opens, theirs)
         theirs.close()
         self._stream = ours.makefile("rwb", buffering=_BUFFER)
@@ -66,7 +66,8 @@ class Child:
     def ask(self, *question: Any) -> Any:
         """Return the answer to a question.
 
-        Raises Limited; the child may be gone then, and stays gone. Raises Failed, and BadInput where the child does.
+        Raises Limited; the child may have ended then, and is not restarted. Raises Failed, and BadInput where the child
+        does.
         """
         line = json.dumps(question).encode() + b"\n"
         try:
@@ -74,7 +75,7 @@ class Child:
             self._stream.flush()
             answer = self._stream.readline(_longest(len(line)) + 1)
         except (OSError, ValueError):
-            # Nobody reads, or the stream was closed at an earlier question.
+            # The child has ended, or the stream was closed at an earlier question.
             answer = b""
         if not answer.endswith(b"\n"):
             raise Limited(self._ended())
@@ -84,7 +85,7 @@ class Child:
         return said
 
     def _ended(self) -> str:
-        """End the child, and say why it is gone."""
+        """End the child, and return why it ended."""
         if (status := self._end()) is not None:
             number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
             named = signal.Signals(number).name if number else "it exited"
@@ -96,7 +97,7 @@ class Child:
 
 @contextlib.contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Inside, neither Python nor tokenizers warn of a fork: the child takes no lock of other threads."""
+    """Suppress the fork warnings of Python and tokenizers in the block: the child uses no lock of other threads."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -111,21 +112,21 @@ def _quiet_fork() -> Iterator[None]:
 
 
 def _end(owner: int, pid: int, stream: Any) -> int:
-    """End a child at once and return its status; in any other process than its parent nothing happens."""
+    """Kill a child and return its status; does nothing in a process other than its parent."""
     if os.getpid() != owner:
         return 0
     with contextlib.suppress(OSError):
-        # What was not sent.
+        # Discard data that was not sent.
         stream.close()
     os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
 
 def _serve(opens: Callable[[], Callable[..., Any]], theirs: socket.socket) -> Never:
-    """Answer, in the child, until the parent is gone. Nothing is printed, nothing of the parent's is touched."""
+    """Answer questions, in the child, until the parent is gone. Prints nothing, and touches nothing of the parent's."""
     try:
         _let_go_of_all_but(theirs.fileno())
-        # Ctrl-C reaches both; the parent decides. The timer's signal ends a process even within a library's loop.
+        # Ctrl-C reaches both processes; the parent decides. The timer's signal ends even a library's loop.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         begun = _address_space()
@@ -143,7 +144,7 @@ def _serve(opens: Callable[[], Callable[..., Any]], theirs: socket.socket) -> Ne
             except BadInput as error:
                 said = json.dumps(["refused", str(error)]).encode()
             except BaseException as error:
-                # Its text may be as long as the text that it is about.
+                # Keep only the first line: the whole text may be as long as the question's text.
                 said = json.dumps(["failed", first_line(error)]).encode()
             signal.setitimer(signal.ITIMER_PROF, 0)
             stream.write(said + b"\n")
@@ -157,10 +158,10 @@ def _named(value: Any) -> dict[str, str]:
 
 
 def _let_go_of_all_but(kept: int) -> None:
-    """Point every other descriptor that the parent has open to nowhere.
+    """Redirect every other descriptor that is open in the parent to /dev/null.
 
-    A pipe to another process, a lock or a socket would stay open as long as this child. Their numbers stay in use:
-    objects of the parent that are collected here close them.
+    Otherwise a pipe to another process, a lock or a socket would stay open as long as this child. The numbers stay in
+    use, because objects of the parent that are collected here will close them.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in {0, 1, 2, *(int(path.name) for path in Path("/dev/fd").iterdir())} - {nowhere, kept}:
@@ -169,7 +170,7 @@ def _let_go_of_all_but(kept: int) -> None:
 
 
 def _address_space() -> int | None:
-    """Bytes of this process's address space, where the system says."""
+    """Return the bytes of this process's address space; None where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     except (OSError, ValueError):
@@ -177,7 +178,7 @@ def _address_space() -> int | None:
 
 
 def _limit(begun: int | None, length: int) -> None:
-    """Begin the time, and bound the memory, that one question of `length` characters may take."""
+    """Start the time limit, and set the memory limit, for one question of `length` characters."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS + length / _CHARACTERS_A_SECOND)
     if begun is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -186,5 +187,5 @@ def _limit(begun: int | None, length: int) -> None:
 
 
 def _longest(length: int) -> int:
-    """Bytes of the longest answer to a question of `length` characters."""
+    """Return the bytes of the longest allowed answer to a question of `length` characters."""
     return _LONGEST + length * _LONGEST_A_CHARACTER

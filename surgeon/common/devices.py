@@ -16,7 +16,7 @@ _NAME = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 
 
 def check(device: str) -> None:
-    """Raise BadInput for a device that there is not, as far as that is known before torch is loaded."""
+    """Raise BadInput for a device that does not exist, as far as this is known before torch is loaded."""
     if device == "auto":
         return
     if _NAME.fullmatch(device) is None:
@@ -26,7 +26,7 @@ def check(device: str) -> None:
 
 
 def _has_driver() -> bool:
-    """Whether the driver of an NVIDIA or AMD GPU is there, and shows one; without that torch sees none."""
+    """Return whether the driver of an NVIDIA or AMD GPU is present and shows a device; without it torch sees none."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     if Path("/dev/kfd").exists():
@@ -39,7 +39,7 @@ def _has_driver() -> bool:
 
 
 def resolve(device: str) -> str:
-    """The torch device that `--device` names. Raises BadInput where the name is unknown or the device is missing."""
+    """Return the torch device for `--device`. Raises BadInput where the name is unknown or the device is missing."""
     check(device)
     if device == "cpu" or not _has_driver():
         return "cpu"
@@ -59,9 +59,10 @@ def resolve(device: str) -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread inside: tiny products are faster so, and far faster where other processes want the cores.
+    """Run torch on one thread in the block.
 
-    Results then do not depend on the number of cores either.
+    This is faster for tiny products, above all where other processes use the cores, and results then do not depend on
+    the number of cores.
     """
     import torch
 

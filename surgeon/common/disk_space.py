@@ -1,4 +1,4 @@
-"""Room on a disk: looked at before, and missed in one line that says what is needed, what is there and what to do."""
+"""Disk space: checked in advance, and reported in one line with the needed and the free bytes and what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from surgeon.errors import BadInput, printable
 # No space on the device, over a quota, over a limit of the file's size.
 _TOO_LARGE = "file too large for `ulimit -f` or the file system"
 _NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: _TOO_LARGE}
-# What libraries in other languages say of the same: safetensors the system's number, torch that a file is too short.
+# Messages of libraries in other languages for the same errors: safetensors gives the system's error number, torch only
+# that a file is too short.
 _SAID = re.compile(
     rf"\(os error (?P<number>{'|'.join(map(str, _NO_ROOM))})\)"
     r"|No space left on device|file write failed|unexpected pos \d+ vs \d+|basic_ios::clear: iostream error"
@@ -23,7 +24,7 @@ _SAID = re.compile(
 
 
 def no_room(error: BaseException | None) -> str | None:
-    """Return in words why there was no room, where an error or one behind it comes of that; else None."""
+    """Return in words why there was no room, where the error or one of its causes is such an error; else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             return _NO_ROOM[error.errno]
@@ -34,7 +35,7 @@ def no_room(error: BaseException | None) -> str | None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that we may still write where `path` is or will be. Raises OSError where there is no such folder."""
+    """Return the bytes still free for the user at the place of `path`. Raises OSError where there is no such folder."""
     while not path.exists() and path != path.parent:
         path = path.parent
     system = os.statvfs(path)
@@ -42,7 +43,7 @@ def free_bytes(path: Path) -> int:
 
 
 def check_room(path: Path, needed_bytes: int, *, what: str = "") -> None:
-    """Raise BadInput, with both numbers, where the file system of `path` has less room; `what` says what it is for."""
+    """Raise BadInput, with both numbers, where the file system of `path` has less room; `what` names the purpose."""
     free = free_bytes(path)
     if needed_bytes > free:
         raise BadInput(
@@ -55,10 +56,10 @@ def check_room(path: Path, needed_bytes: int, *, what: str = "") -> None:
 def writing(
     path: Path, *, kept: str = "", kept_in: Path | None = None, needed_bytes: int | None = None
 ) -> Iterator[None]:
-    """Turn the errors of a disk in this block into BadInput; libraries' too, where there is no room.
+    """Convert disk errors in this block to BadInput, also libraries' errors where there is no room.
 
-    It says where, what, and what became of it: `kept`, which is said only where `kept_in`, if given, is there after
-    the error.
+    The message names the file, the problem, and what is kept: `kept`, which is added only where `kept_in`, if given,
+    exists after the error.
     """
 
     def message(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Several processes at one job, as torchrun starts them: who leads, what is sent between them."""
+"""Several processes on one job, as torchrun starts them: which one leads, and what they send each other."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# A rank may wait for another's transport maps or for rank 0's read-back of a large model; one that died is noticed by
-# torchrun, which ends the rest.
+# A rank may wait long for another rank's transport maps or for rank 0's read-back of a large model. If a rank dies,
+# torchrun notices and ends the others.
 _LONGEST_WAIT = datetime.timedelta(days=2)
 _RANK = ("RANK", "WORLD_SIZE")
 
 
 class Elsewhere(SurgeonError):
-    """An error that another rank has met, with its exit code; `momentary` ones may pass (a full disk)."""
+    """An error on another rank, with its exit code; a `momentary` error may pass (a full disk)."""
 
     def __init__(self, message: str, exit_code: int = 2, *, momentary: bool = False) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class Elsewhere(SurgeonError):
 
 @dataclass(frozen=True)
 class Report:
-    """The end of one rank's share: reports of transport maps by shard file, or an error's text and exit code."""
+    """The result of one rank's share: reports of transport maps by shard file, or an error's text and exit code."""
 
     maps: dict[str, dict[str, Any]]
     error: str | None = None
@@ -45,39 +45,39 @@ class Report:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the `size` that torchrun started; one alone is rank 0 of 1.
+    """This process's rank among the `size` processes of torchrun; a single process is rank 0 of 1.
 
-    With size 1 nothing is sent anywhere, and torch.distributed is not imported.
+    With size 1 nothing is sent, and torch.distributed is not imported.
     """
 
     rank: int = 0
     size: int = 1
-    # torch's, where it is another than the default one.
+    # torch's process group, where it is not the default one.
     group: Any = None
 
     @classmethod
     def of_environment(cls) -> Ranks:
-        """Read torchrun's environment; without it this process is alone."""
+        """Return the ranks by torchrun's environment variables; without them this process is the only one."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else cls()
 
     @property
     def leads(self) -> bool:
-        """True for the process that owns the output and writes to the terminal."""
+        """Whether this process owns the output and writes to the terminal."""
         return self.rank == 0
 
     @property
     def local_device(self) -> str | None:
-        """The CUDA device that torchrun means this process to have, if it is one of several."""
+        """The CUDA device that torchrun assigns to this process; None if it is the only process."""
         return f"cuda:{os.environ['LOCAL_RANK']}" if self.size > 1 and "LOCAL_RANK" in os.environ else None
 
     def send(self, message: Any) -> None:
-        """From rank 0 to all others."""
+        """Send a message from rank 0 to all others."""
         if self.size > 1:
             _distributed().broadcast_object_list([message], src=0, group=self.group)
 
     def receive(self) -> Any:
-        """Return what rank 0 sends; raise it where it is an error."""
+        """Return rank 0's message; raise it where it is an error."""
         box: list[Any] = [None]
         _distributed().broadcast_object_list(box, src=0, group=self.group)
         return _opened(box[0])
@@ -96,11 +96,11 @@ class Ranks:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Surround, on rank 0, all that the others wait for, and send them how it ended."""
+        """Surround, on rank 0, the work that the others wait for, and send them its outcome."""
         try:
             yield
             self.send(None)
-        except Elsewhere:  # they know: it came out of `gather`
+        except Elsewhere:  # `gather` has already raised it on the others
             raise
         except SurgeonError as error:
             self.send(Elsewhere(str(error), error.exit_code))
@@ -108,9 +108,9 @@ class Ranks:
 
 
 def forget_leftovers() -> None:
-    """Take ranks out of the environment that no launcher set for this process: it would wait for the others.
+    """Remove rank variables that no launcher set for this process; with them it would wait for other processes.
 
-    Every launcher says where processes meet.
+    A launcher's variables always include the address where processes meet.
     """
     rank, size, address, port = (os.environ.get(name, "") for name in (*_RANK, "MASTER_ADDR", "MASTER_PORT"))
     if not (address and port and rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
@@ -120,7 +120,7 @@ def forget_leftovers() -> None:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun's environment names, which can send to each other inside."""
+    """Yield the ranks of torchrun's environment, connected so that they can send to each other inside the block."""
     ranks = Ranks.of_environment()
     if ranks.size == 1:
         yield ranks
@@ -135,7 +135,7 @@ def joined() -> Iterator[Ranks]:
 
 @contextmanager
 def waiting(ranks: Ranks) -> Iterator[Ranks]:
-    """Ranks that have joined, able inside to wait for one another longer than what they joined for lets them."""
+    """Yield connected ranks with a longer timeout, so that they can wait for one another longer inside the block."""
     distributed = _distributed()
     group = distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
     try:
@@ -157,14 +157,14 @@ def _opened(message: Any) -> Any:
 
 
 def is_sharded(model: Any) -> bool:
-    """Return whether FSDP2 dealt the model's parameters out to the processes (train/processes/sharding.py)."""
+    """Return whether FSDP2 distributed the model's parameters over the processes (training/processes/sharding.py)."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
 
 
 def summed(sums: NDArray[np.float64], processes: int, device: Any) -> NDArray[np.float64]:
-    """The sums of all processes, each of which has its own of the same shape; those of one process as they are."""
+    """Return the elementwise sum over all processes of arrays of the same shape; unchanged for a single process."""
     if processes == 1:
         return sums
     import torch

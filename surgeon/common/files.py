@@ -1,4 +1,4 @@
-"""Reading files that the command line names: regular ones only, as a FIFO would hang and a device never ends."""
+"""Reading files named on the command line: only regular ones, since a FIFO would hang and a device never ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surgeon.errors import BadInput, printable
 
 
 def check_readable(path: Path, *, what: str) -> None:
-    """BadInput, which names the `what` (in messages), where there is no regular file to read."""
+    """Raise BadInput where there is no regular file to read; the message calls it `what`."""
     shown = printable(str(path))
     if path.is_dir() or not path.exists():
         why = "a folder" if path.is_dir() else f"no such file; looked at {printable(str(path.absolute()))}"
@@ -20,7 +20,7 @@ def check_readable(path: Path, *, what: str) -> None:
 
 
 def read_given(path: Path, *, what: str, most: int) -> bytes:
-    """The content of a `what` (in messages) of at most `most` bytes; links are followed. Raises BadInput."""
+    """Return the content of a file of at most `most` bytes; links are followed. Errors (BadInput) call it `what`."""
     shown = printable(str(path))
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""How this package is installed, and whether another distribution has written into its folder.
+"""The package's installation, and a check whether another distribution has written into its folder.
 
 On PyPI the name `surgeon` belongs to another project; this one's distribution is `model-surgeon`. Where both are
 installed, each has overwritten files of the other, and uninstalling one removes them.
@@ -13,27 +13,27 @@ from packaging.version import Version
 DISTRIBUTION = "model-surgeon"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Lists of installed files that are longer are those of large libraries; a command's start does not wait for them.
+# Longer lists of installed files belong to large libraries; reading them would slow the start of a command.
 _LONGEST_LIST = 1 << 18
 
 
 def installing(extra: str = "") -> str:
-    """Return the words that say how to install this package, with the dependencies of an extra where one is named.
+    """Return how to install this package, with the dependencies of `extra` where it is given.
 
-    The distribution is not published: once it is, this is the one place to change.
+    The distribution is not published; once it is, only this function must change.
     """
     return f"run `pip install -e '.{extra and f'[{extra}]'}'` in surgeon's source tree"
 
 
 def lacking(what: str, package: str, extra: str) -> str:
-    """Return one line for what needs a package that is not installed, and which an extra of this one brings."""
+    """Return one line that `what` needs a package that is not installed, and that `extra` installs it."""
     return f"{what} needs {package}, which is not installed; {installing(extra)}"
 
 
 def clash(package: Path = _PACKAGE) -> str | None:
-    """Return one line that names the other distributions with files in `package`; None where there are none.
+    """Return one line that names other distributions with files in `package`; None where there are none.
 
-    The lists of installed files beside the package are read as text: nothing of theirs is imported.
+    The lists of installed files next to the package are read as text; nothing is imported.
     """
     own, inside = DISTRIBUTION.replace("-", "_"), f"\n{package.name}/".encode()
     others = set()
@@ -51,9 +51,9 @@ def clash(package: Path = _PACKAGE) -> str | None:
 
 
 def untested(package: str) -> str | None:
-    """Return one line where the installed version of a package is above the range that this distribution asks for.
+    """Return one line where the installed version of a package is above the range that this distribution requires.
 
-    The range ends with the newest version that the tests have passed with. None where nobody installed a distribution.
+    The range ends with the newest version with which the tests have passed. None where one of the two is not installed.
     """
     try:
         asked = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: as Python has it, but an interruption that came from outside is known by it.
+"""Handling of SIGINT and SIGTERM: both raise KeyboardInterrupt, in a way that shows that a signal raised it.
 
 A plugin can raise KeyboardInterrupt too, and that is the plugin's error.
 """
@@ -10,12 +10,12 @@ from typing import NoReturn
 
 
 def interrupt(_signal: int, _frame: object) -> NoReturn:
-    """The handler."""
+    """Raise KeyboardInterrupt; this is the signal handler."""
     raise KeyboardInterrupt
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return whether a signal raised it; where SIGINT calls something else, every KeyboardInterrupt counts as one."""
+    """Return whether a signal raised the error; where SIGINT has another handler, every KeyboardInterrupt counts."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     trace = error.__traceback__

@@ -1,4 +1,4 @@
-"""Results as plain data: what `--json` shows, and what files of results hold; and how names with numbers sort."""
+"""Results as plain data, for `--json` and for files of results, and a sort key for names with numbers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Result(Protocol):
-    """The result of a public function."""
+    """The interface of a public function's result."""
 
     def to_json(self) -> Any:
         """Return plain data for `--json`."""
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: paths and numbers that are not finite as strings, tuples as lists.
+    """Return `value` in a form that JSON can represent: paths and non-finite numbers as strings, tuples as lists.
 
-    A result gives its own `to_json`, any other dataclass its fields (`plain_fields`).
+    A result is converted by its own `to_json`, any other dataclass by its fields (`plain_fields`).
     """
     if isinstance(value, Result):
         return value.to_json()
@@ -40,19 +40,19 @@ def plain(value: Any) -> Any:
 
 
 def plain_fields(result: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass as plain data, but for those named in `without`.
+    """Return the fields of a dataclass as plain data, except those named in `without`.
 
-    A field of bytes (`nbytes`) has the key without its n (`bytes`).
+    In keys, `nbytes` is replaced by `bytes`.
     """
     shown = [field.name for field in fields(result) if field.name not in without]
     return {name.replace("nbytes", "bytes"): plain(getattr(result, name)) for name in shown}
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Return whether two values are the same JSON: true is not 1, and NaN is itself."""
+    """Return whether two values are the same JSON: true differs from 1, and NaN equals NaN."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def by_number(name: str) -> list[str | int]:
-    """A key that sorts the numbers in names as numbers: layer 2 comes before layer 10."""
+    """Return a sort key that orders numbers in names as numbers: layer 2 comes before layer 10."""
     return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"([0-9]+)", name))]

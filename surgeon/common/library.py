@@ -1,4 +1,4 @@
-"""Calls into transformers: silent, errors in one line, and configs without what does not describe a model."""
+"""Calls into transformers: without output, with one-line errors, and with configs that only describe the model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from surgeon.errors import printable
 
-# What libraries raise while they read files that anybody may have written: of any kind, as tokenizers' own errors are
-# plain `Exception`s. Nothing but a library's call is where it is caught.
+# What libraries may raise when they read untrusted files: any exception, since tokenizers' own errors are plain
+# `Exception`s. Only library calls are wrapped in such a handler.
 LOAD_FAILURES = (Exception,)
 
 # Implementations that are part of transformers itself. Others need further packages, or kernels from the Hub.
@@ -23,9 +23,9 @@ _IMPLEMENTATION_FIELDS = ("attn_implementation", "experts_implementation")
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bar and no logging from transformers inside; the earlier settings are restored.
+    """Suppress transformers' progress bars and logging in the block; the earlier settings are restored.
 
-    Whoever calls checks what it would warn about (missing keys, mismatched shapes) and raises instead.
+    The caller must check what transformers would warn about (missing keys, mismatched shapes) and raise instead.
     """
     from transformers.utils import logging
 
@@ -41,9 +41,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def passed_over(model: Any) -> Callable[[str], bool]:
-    """Return a test of tensors' names: whether transformers passes over them as it loads (old buffers, say)."""
+    """Return a predicate on tensor names: whether transformers ignores the tensor on loading, as it does with old
+    buffers.
+    """
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    # As in transformers' own `_adjust_missing_and_unexpected_keys`, where nearly every model has these two.
+    # These two patterns are as in transformers' `_adjust_missing_and_unexpected_keys`; nearly every model has them.
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.append(r"rotary_emb\.inv_freq")
@@ -54,7 +56,7 @@ def passed_over(model: Any) -> Callable[[str], bool]:
 
 
 def why_nan(model: Any) -> str:
-    """Say that a model computes NaN, and which of its tensors holds one."""
+    """Return a sentence that a model computes NaN, and which of its tensors contains one."""
     holds = next((name for name, each in model.named_parameters() if bool(each.isnan().any())), None)
     if holds is None:
         return "it computes NaN or infinity, which no tensor holds; is config.json its own?"
@@ -62,27 +64,26 @@ def why_nan(model: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception that came from a library, fit for a terminal."""
+    """Return the first line of a library's exception, fit for a terminal."""
     if "trust_remote_code" in str(error):
         return "it has code of its own, which runs only with --trust-remote-code"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Class validation error"):
-        # What a config's own check found comes after the name of the check.
+        # The finding of a config's own check comes after the check's name.
         lines = [lines[1].removeprefix("ValueError: ")]
     told = lines[:1] or [type(error).__name__]
     if isinstance(error, KeyError) and " " not in told[0]:
         told = [f"it has no {told[0]}"]
-    # What a check of a field found comes after the field.
+    # The finding of a field's check comes after the field's name.
     told += lines[1:2] if told[0].endswith(":") else []
     return printable(" ".join(told), limit=300)
 
 
 def described(config: Mapping[str, Any], kind: type[Any] | None = None) -> dict[str, Any]:
-    """The fields of a config.json that describe a model, without those that say how transformers is to load it.
+    """Return the fields of a config.json that describe a model, without fields that control how transformers loads it.
 
-    Without fields that begin with `_` (transformers' own notes), and implementations that are not part of
-    transformers; of a config class `kind` that is known, also without fields that would hide one of its methods or
-    class attributes.
+    Left out are fields that begin with `_` (transformers' own notes), and implementations that are not part of
+    transformers; for a known config class `kind`, also fields that would hide one of its methods or class attributes.
     """
     kept = {
         key: value
@@ -99,26 +100,26 @@ def described(config: Mapping[str, Any], kind: type[Any] | None = None) -> dict[
 
 
 def has_type(model_type: Any) -> bool:
-    """Whether transformers itself has a model type. Asks for names alone, so torch is not imported."""
+    """Return whether transformers itself has a model type. Only names are read, so torch is not imported."""
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING_NAMES
 
 
 def has_class(name: Any) -> bool:
-    """Whether transformers itself has a class of this name, which may end in `Fast` as that of old tokenizers does."""
+    """Return whether transformers itself has a class of this name; the suffix `Fast` of old tokenizers is ignored."""
     return isinstance(name, str) and name.removesuffix("Fast") in _names_of_classes()
 
 
 @cache
 def _names_of_classes() -> frozenset[str]:
-    """All that transformers says it has; it takes a tenth of a second to say it."""
+    """Return all names that transformers exports; this takes a tenth of a second, so it is cached."""
     import transformers
 
     return frozenset(dir(transformers))
 
 
-# Where transformers lists the classes that it takes for a model type where no setting names one.
+# Where transformers lists its default classes for a model type.
 _BY_TYPE = {
     "AutoTokenizer": ("tokenization_auto", "TOKENIZER_MAPPING_NAMES"),
     "AutoProcessor": ("processing_auto", "PROCESSOR_MAPPING_NAMES"),
@@ -129,7 +130,7 @@ _BY_TYPE = {
 
 
 def has_own(auto: str, model_type: Any) -> bool:
-    """Whether transformers itself has a class of an auto class (a tokenizer, a processor) for a model type."""
+    """Return whether transformers itself has a class of an auto class (a tokenizer, a processor) for a model type."""
     if auto not in _BY_TYPE or not isinstance(model_type, str):
         return False
     module, names = _BY_TYPE[auto]
@@ -137,17 +138,17 @@ def has_own(auto: str, model_type: Any) -> bool:
 
 
 def config_of(config: Mapping[str, Any], kind: type[Any]) -> Any:
-    """A config.json as an object of a config class; as transformers does for a file, as JSON has no infinity."""
+    """Return a config.json as an object of a config class; infinities are decoded as transformers does for a file."""
     return kind.from_dict(kind._decode_special_floats(described(config, kind)))
 
 
 def _hides(kind: type[Any], key: str, value: Any) -> bool:
-    """Return whether a field of this name would hide what a config class defines; the model type is both.
+    """Return whether a field of this name would hide a definition of a config class; `model_type` is exempt.
 
-    A property that nothing sets is hidden unless the class reads an old field by that name itself, as Nemotron-H does
+    A read-only property counts as hidden unless the class itself reads an old field of that name, as Nemotron-H does
     with `hybrid_override_pattern`.
     """
-    # Before transformers 5.1 config classes were no dataclasses.
+    # Before transformers 5.1, config classes were not dataclasses.
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     if key == "model_type" or key in {field.name for field in fields}:
         return False
@@ -158,11 +159,11 @@ def _hides(kind: type[Any], key: str, value: Any) -> bool:
 
 
 def _reads(kind: type[Any], key: str, value: Any) -> bool:
-    """Return whether a config class takes a field by the name of a property that nothing sets."""
+    """Return whether a config class accepts a field with the name of a read-only property."""
     try:
         kind.from_dict({key: value})
     except AttributeError:
         return False
-    except Exception:  # What is wrong with the value is said where the whole config is read.
+    except Exception:  # Reading the whole config will report what is wrong with the value.
         return True
     return True

@@ -1,4 +1,4 @@
-"""Reports of running work: progress and notes to a listener, silent or with bars; seconds to a stopwatch."""
+"""Reports of running work: progress and notes to a listener (silent or with bars), seconds to a stopwatch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from surgeon.errors import printable
 
 
 class Listener(Protocol):
-    """Receives progress and notes: a progress bar in a terminal or notebook, or nothing."""
+    """A receiver of progress and notes, which shows a progress bar in a terminal or notebook, or nothing."""
 
     def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
-        """A stage of `total` bytes, or of another unit, begins."""
+        """Begin a stage of `total` bytes, or of another unit."""
 
     def advance(self, count: int) -> None:
-        """`count` more units of the stage are done."""
+        """Count `count` more units of the stage as done."""
 
     def rename(self, stage: str) -> None:
-        """The current stage gets a new name."""
+        """Rename the current stage."""
 
     def say(self, line: str) -> None:
-        """A line for the user."""
+        """Show a line to the user."""
 
 
 class Quiet:
@@ -49,13 +49,13 @@ class Quiet:
         self.said: list[str] = []
 
     def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
-        """Nothing to show."""
+        """Show nothing."""
 
     def advance(self, count: int) -> None:
-        """Nothing to show."""
+        """Show nothing."""
 
     def rename(self, stage: str) -> None:
-        """Nothing to show."""
+        """Show nothing."""
 
     def say(self, line: str) -> None:
         """Keep the line in `said`."""
@@ -63,9 +63,9 @@ class Quiet:
 
 
 class _Amount(ProgressColumn):
-    """How much is done, the rate and the remaining time: bytes in decimal units, anything else as a count.
+    """A progress column with the completed amount, rate and remaining time; for unknown sizes, the elapsed time.
 
-    For a stage of unknown size, the elapsed time.
+    Bytes are shown in decimal units, anything else as a count.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Amount(ProgressColumn):
         self._remaining, self._elapsed = TimeRemainingColumn(), TimeElapsedColumn()
 
     def render(self, task: Task) -> Text:
-        """The column of one task."""
+        """Return the column's text for one task."""
         if task.total is None:
             return self._elapsed.render(task)
         unit, left = task.fields["unit"], self._remaining.render(task)
@@ -87,7 +87,7 @@ class _Amount(ProgressColumn):
 
 
 class ProgressListener:
-    """Shows stages as a bar and notes as lines on stderr; `quiet` drops both. A context manager.
+    """A listener that shows stages as a bar and notes as lines on stderr; `quiet` drops both. A context manager.
 
     A bar has the rate and the remaining time, or the elapsed time. Without a terminal there are no bars.
     """
@@ -114,25 +114,25 @@ class ProgressListener:
         self.progress.stop()
 
     def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
-        """A stage of `total` bytes, or of another unit, begins; its bar takes the place of the last one."""
+        """Begin a stage of `total` bytes, or of another unit; its bar replaces the last one."""
         self._replace(stage, total, unit)
 
     def wait(self, stage: str) -> None:
-        """A stage of unknown size begins."""
+        """Begin a stage of unknown size."""
         self._replace(stage, None, "")
 
     def advance(self, count: int) -> None:
-        """`count` bytes of the stage are done."""
+        """Count `count` more units of the stage as done."""
         if self.task is not None:
             self.progress.advance(self.task, count)
 
     def rename(self, stage: str) -> None:
-        """The current stage gets a new name."""
+        """Rename the current stage."""
         if self.task is not None:
             self.progress.update(self.task, description=stage)
 
     def say(self, line: str) -> None:
-        """Print a line above the bar; where no stage is running, show that work goes on."""
+        """Print a line above the bar; where no stage is running, show that work continues."""
         if self.quiet:
             return
         self.console.print(printable(line, 2000), style="dim", soft_wrap=True)
@@ -146,9 +146,9 @@ class ProgressListener:
 
 
 class Stopwatch:
-    """Adds up wall seconds under names, of all threads together; stages may not nest.
+    """A sum of wall seconds per name, over all threads; stages may not nest.
 
-    They are kept out of the manifest, whose bytes must not depend on the day.
+    The seconds are kept out of the manifest, whose bytes must not depend on time.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Names of what is to be written: what every file system takes, and what every library that opens it takes."""
+"""A check of names of new outputs: every file system, and every library that opens the output, must accept them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 from surgeon.errors import BadInput, printable
 
-# What surgeon's own folders beside an output add to its name: a dot, `.surgeon`, `.old-12`, `.training`, a suffix of a
-# temporary file.
+# Bytes that surgeon's own folders next to an output add to its name: a dot, `.surgeon`, `.old-12`, `.training`, a
+# suffix of a temporary file.
 _BESIDE = 32
-# Where the file system does not say.
+# The longest name where the file system does not report a limit.
 _LONGEST = 255
 
 
 def check_new_name(path: Path) -> None:
-    """Raise BadInput for a path that nothing can be written to, or that not every library could open afterwards.
+    """Raise BadInput for a path that cannot be written, or that some library could not open afterwards.
 
-    Its last part must be a name of its own, short enough that the folders surgeon makes beside it fit too.
+    Its last part must be a real name, short enough for the longer names of surgeon's folders next to it.
     """
     shown = printable(str(path))
     try:
-        # safetensors takes no other names, and neither do JSON and the card.
+        # safetensors, JSON and the card accept only UTF-8 names.
         raw = os.fspath(path).encode("utf-8")
     except UnicodeEncodeError:
         raise BadInput(f"{shown}: a name that is not UTF-8; choose one that is") from None

@@ -1,7 +1,8 @@
-"""Names matched with the regular expressions of a file that anybody may have written, at a cost that is bounded.
+"""Matching of names with regular expressions from an untrusted file, at a limited cost.
 
 Python's `re` tries alternatives one after another: `(\\w+\\.?)+X` takes time that doubles with every letter of a name.
-Here all places that a match can have reached are followed at once, and the steps of all matches of a file are counted.
+Here all positions that a match can have reached are followed at once, and the steps of all matches of a file are
+counted.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from typing import Any
 
 from surgeon.errors import BadInput, printable
 
-# Less than a minute. Four patterns for each of 70,000 modules take a third of it.
+# This many steps take less than a minute. Four patterns for each of 70,000 modules take a third of them.
 _MOST_STEPS = 50_000_000
 _PLAIN = re.compile(r"[\w.-]+")
 
 
 class Matcher:
-    """Matches names with the patterns of one file or setting, which errors call `where`."""
+    """A matcher of names with the patterns of one file or setting, which errors call `where`."""
 
     def __init__(self, where: str) -> None:
         self._where, self._left = where, _MOST_STEPS
 
     def ends(self, pattern: str, name: str, starts: Iterable[int] = (0,)) -> set[int]:
-        """Return where matches that begin at `starts` can end.
+        """Return the positions at which matches that begin at `starts` can end.
 
-        In a plain name (letters, digits, `.`, `-`) dots are dots. Raises BadInput for what is no pattern or has parts
-        that names of modules do not call for, and where the patterns of the file take too many steps.
+        In a plain name (letters, digits, `.`, `-`) a dot matches only a dot. Raises BadInput for an invalid pattern or
+        one with parts that module names do not need, and where the file's patterns take too many steps.
         """
         if _PLAIN.fullmatch(pattern):
             self._count(1)
@@ -45,7 +46,7 @@ class Matcher:
         )
 
     def whole(self, pattern: str, name: str, starts: Iterable[int] = (0,)) -> bool:
-        """Return whether a match from one of `starts` takes the name to its end."""
+        """Return whether a match from one of `starts` reaches the end of the name."""
         return len(name) in self.ends(pattern, name, starts)
 
     def _count(self, steps: int) -> None:
@@ -59,7 +60,7 @@ class Matcher:
             match part:
                 case parts.BRANCH:
                     starts = set().union(*(self._after(each, name, starts) for each in given[1]))
-                # All ends of a repetition are followed: lazy ones have the same.
+                # All ends of a repetition are followed; lazy and greedy repetitions have the same ends.
                 case parts.MAX_REPEAT | parts.MIN_REPEAT:
                     starts = self._repeated(given, name, starts)
                 case parts.SUBPATTERN if not given[1] and not given[2]:
@@ -103,7 +104,7 @@ def _parsed(pattern: str) -> Any:
 
 
 def _takes(part: Any, given: Any, letter: str) -> bool:
-    """Return whether a part of a pattern takes a letter; nothing takes none."""
+    """Return whether a part of a pattern matches a letter; an empty letter never matches."""
     match part:
         case parts.LITERAL:
             return letter == chr(given)
@@ -120,7 +121,7 @@ def _takes(part: Any, given: Any, letter: str) -> bool:
 
 
 def _is_at(where: Any, name: str, at: int) -> bool:
-    """Return whether a place of a name is its beginning, its end, or the edge of a word."""
+    """Return whether a position of a name is its beginning, its end, or the edge of a word."""
     match where:
         case parts.AT_BEGINNING:
             return at == 0

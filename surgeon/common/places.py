@@ -1,4 +1,4 @@
-"""What people mean by a path: their home, a variable, a page of the Hub, a folder of its cache."""
+"""Resolution of paths that a user gives: home, variables, a page of the Hub, a folder of the Hub's cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from surgeon.common.formatting import did_you_mean
 from surgeon.errors import BadInput, printable
 
-# `Path` makes one slash of two. The page of a file means its repository.
+# `Path` merges two slashes into one. The page of a file stands for its repository.
 _HUB = re.compile(
     r"(?:hf:/*|(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/)"
     r"(?:(?!datasets/|spaces/)([\w.-]+/[\w.-]+)"
@@ -21,10 +21,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
 
 
 def meant(given: str) -> str:
-    """Return a path as it can be opened.
+    """Return a path in a form that can be opened.
 
-    `~` and `$NAME` are written out; an address of the Hub is `user/name[@revision]`; a folder of the Hub's cache is the
-    snapshot in it. Raises BadInput for an address of something else than a model, and for a cache that leaves a choice.
+    `~` and `$NAME` are expanded; an address of the Hub becomes `user/name[@revision]`; a folder of the Hub's cache
+    becomes its snapshot. Raises BadInput for an address of anything but a model, and for a cache without exactly one
+    snapshot.
     """
     if not os.path.lexists(given):
         if found := _HUB.fullmatch(given):
@@ -49,7 +50,7 @@ def meant(given: str) -> str:
 
 
 def named(given: str | Path) -> tuple[str | None, str]:
-    """Split NAME=FILE into both; what is a file as it stands has no name. Raises BadInput for another name."""
+    """Split NAME=FILE into name and file; an existing file's path has no name. Raises BadInput for an invalid name."""
     text = str(given)
     name, _, file = text.partition("=")
     if not file or "/" in name or Path(given).exists():
@@ -63,12 +64,15 @@ def named(given: str | Path) -> tuple[str | None, str]:
 
 
 def from_here(path: str) -> str:
-    """Return a path that an option names from the root: those of a file begin at its folder. A data set stays."""
+    """Return a path given by an option as an absolute path, since a config's paths begin at its folder.
+
+    A dataset id stays.
+    """
     return path if path.startswith("dataset:") else str(Path(meant(path)).absolute())
 
 
 def find_file(given: str | Path, shipped: Mapping[str, Path], *, what: str) -> Path:
-    """Return the file that an argument means: a path, or the name of a shipped `what`. Raises BadInput for neither."""
+    """Return the file for an argument: a path, or the name of a shipped `what`. Raises BadInput for neither."""
     path = Path(meant(str(given)))
     if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
         return path

@@ -1,11 +1,11 @@
-"""Plugins: what other installed distributions add, by entry points.
+"""Plugins: extensions by other installed distributions, through entry points.
 
-Groups: `surgeon.operations` (an operation's spec, by the name it has in plans), `surgeon.families` (a `Hint`, by its
-`model_type`) and `surgeon.runtime` (what must be found from a config.json alone, since it ships in outputs: the rules
-of a graft, or an interpolator). Nothing is loaded that the environment did not
-install, nothing whose metadata lies in the working directory, and nothing before it is asked for.
+Groups: `surgeon.operations` (an operation's spec, by its name in plans), `surgeon.families` (a `Hint`, by its
+`model_type`) and `surgeon.runtime` (parts that must be found from a config.json only, since they ship in outputs: the
+rules of a graft, or an interpolator). Only installed distributions are loaded, none whose metadata is in the working
+directory, and each only when it is needed.
 
-Whatever a plugin's code raises, SystemExit too, is the plugin's: it is named, and the command is refused.
+Any exception of a plugin's code, SystemExit included, is attributed to the plugin by name, and the command is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Plugin:
-    """One loaded entry point: its name, what it names, and the distribution that brought it."""
+    """One loaded entry point: its name, its value, and the distribution that provides it."""
 
     name: str
     value: Any
@@ -37,34 +37,37 @@ class Plugin:
 
     @property
     def shown(self) -> str:
-        """The distribution as messages call it."""
+        """The distribution's name and version in messages."""
         return printable(f"{self.distribution} {self.version}")
 
 
 @cache
 def plugins(group: str) -> tuple[Plugin, ...]:
-    """All entry points of a group, loaded, by name. Raises BadInput naming the distribution of one that is broken."""
+    """Return all entry points of a group, loaded, sorted by name.
+
+    Raises BadInput that names a broken one's distribution.
+    """
     found = (entry for entry in _installed() if entry.group == group)
     return tuple(_loaded(entry) for entry in sorted(found, key=lambda entry: entry.name))
 
 
 def any_installed() -> bool:
-    """Whether a distribution brings something to surgeon: its code may change without its version."""
+    """Return whether any distribution extends surgeon: its code may change without a change of its version."""
     return any(entry.group.startswith("surgeon.") for entry in _installed())
 
 
 @cache
 def _installed() -> tuple[EntryPoint, ...]:
-    """Those of all distributions: finding them takes as long as many a command, so the groups share it.
+    """Return the entry points of all distributions. The search is slow, so all groups share the result.
 
-    Of two distributions of one name the first on the path counts, as Python has it.
+    Of two distributions with one name, the first on the path counts, as in Python.
     """
     here = os.path.realpath(os.curdir)
-    # In a notebook, say, the working directory is on the path, and that may be a stranger's folder.
+    # In a notebook, for example, the working directory is on the path, and it may be an untrusted folder.
     path = [entry for entry in sys.path if entry and os.path.realpath(entry) != here]
     named: dict[str, Distribution] = {}
     for found in distributions(path=path):
-        # By the folder's name where that says it: reading every METADATA takes long.
+        # Use the folder's name where possible, because reading every METADATA file is slow.
         named.setdefault(getattr(found, "_normalized_name", None) or found.name, found)
     return tuple(entry for found in named.values() for entry in found.entry_points)
 
@@ -77,13 +80,13 @@ def _loaded(entry: EntryPoint) -> Plugin:
         return Plugin(entry.name, entry.load(), distribution, version)
 
 
-# The distributions of plugins that were loaded, as shown, by the packages that they name.
+# The loaded plugins' distributions (name and version), by the packages that contain their code.
 _MODULES: dict[str, str] = {}
 
 
 @contextmanager
 def _of_plugin(plugin: str, what: str) -> Iterator[None]:
-    """BadInput for whatever a plugin's code raises in this block, but for an interruption and for BadInput."""
+    """Convert any exception of a plugin's code in this block to BadInput, except interruptions and surgeon's errors."""
     try:
         yield
     except BaseException as error:
@@ -100,9 +103,9 @@ def _refusal(plugin: str, what: str, error: BaseException) -> BadInput:
 
 
 def blamed(error: BaseException) -> BadInput | None:
-    """The refusal of the plugin whose code an error went through; None where it is nobody's, or was meant for the user.
+    """Return the refusal of the plugin whose code raised an error; None if there is none, or the error is for the user.
 
-    So a plugin's SystemExit(0) ends no command as if it were done.
+    So a plugin's SystemExit(0) cannot end a command as if it were done.
     """
     if isinstance(error, SurgeonError) or is_interruption(error):
         return None
@@ -112,10 +115,11 @@ def blamed(error: BaseException) -> BadInput | None:
 
 
 class Registry(Mapping[str, T]):
-    """Built-in things by name, and those of plugins, which are read at the first look.
+    """A mapping of built-in values by name and of plugins' values, which are loaded at first access.
 
-    `admit` gives the value that a plugin adds, None for one that belongs to another registry of the group, or raises
-    BadInput where it is of no use. The first look raises BadInput where a plugin is broken or has another's name.
+    `admit` returns the value that a plugin adds, or None for a value that belongs to another registry of the group, or
+    raises BadInput where it is unusable. The first access raises BadInput where a plugin is broken or its name is
+    taken.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class Registry(Mapping[str, T]):
         return found
 
     def plugin_of(self, name: str) -> Plugin | None:
-        """The plugin that brought it; None for a built-in one."""
+        """Return the plugin that provides a name; None for a built-in value."""
         found = self._plugged.get(name)
         return None if found is None else found[0]
 
@@ -170,12 +174,12 @@ class Registry(Mapping[str, T]):
 
 
 def wrong_kind(plugin: Plugin, group: str, needed: str) -> BadInput:
-    """The error for an entry point that names a thing of another kind, or one with another name."""
+    """Return the error for an entry point whose value has the wrong kind, or the wrong name."""
     return BadInput(f"plugin {plugin.shown}: its entry point `{printable(plugin.name)}` of `{group}` must be {needed}")
 
 
 def missing_plugins(named: object) -> list[str]:
-    """Return those of a manifest's `plugins` (distribution → version, unchecked) that are not installed, printable."""
+    """Return the distributions in a manifest's `plugins` (name → version, unchecked) not installed here, printable."""
     found = []
     for name, recorded in named.items() if isinstance(named, Mapping) else ():
         try:

@@ -1,14 +1,14 @@
-"""Python processes that the package starts, and what they may import: nothing in the working directory is code.
+"""Python processes that the package starts; they must not import code from the working directory.
 
 Python puts the working directory first on the path of `-m` and `-c`, and once for every empty entry of PYTHONPATH (a
-colon too many): a file `selectors.py` beside a study would be imported in place of Python's own. What `-m` puts there
-is gone before this is imported (`surgeon/__init__.py`).
+colon too many). A file `selectors.py` next to a study would then be imported instead of Python's own. The entry by `-m`
+is removed before this module is imported (`surgeon/__init__.py`).
 """
 
 import os
 import sys
 
-TYPE_CHECKING = False  # without `typing` or `__future__`: until the path is safe, only what Python has imported itself
+TYPE_CHECKING = False  # do not import `typing` or `__future__`: until the path is safe, import nothing new
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from subprocess import Popen
@@ -18,9 +18,9 @@ _PATH, _SAFE = "PYTHONPATH", "PYTHONSAFEPATH"
 
 
 def leave_out_working_folder() -> None:
-    """Take the working directory off this process' path where empty entries of PYTHONPATH put it there.
+    """Remove the working directory from this process's path where empty entries of PYTHONPATH added it.
 
-    Processes that libraries start inherit it. An entry that names a folder, `.` too, stays: it was asked for.
+    Processes that libraries start inherit this. An entry that names a folder, also `.`, stays: the user asked for it.
     """
     given = os.environ.get(_PATH, "").split(os.pathsep)
     os.environ.update(_safe(os.environ))
@@ -37,13 +37,16 @@ def leave_out_working_folder() -> None:
 def start_python(
     arguments: "Sequence[str]", *, environment: "Mapping[str, str]", python: "Sequence[str]", **given: "Any"
 ) -> "Popen[bytes]":
-    """Start `python` (its command) with these arguments, its path without the working directory."""
+    """Start `python` (its command) with these arguments, and without the working directory on its path."""
     import subprocess
 
     return subprocess.Popen([*python, "-P", *arguments], env={**environment, **_safe(environment)}, **given)
 
 
 def _safe(environment: "Mapping[str, str]") -> dict[str, str]:
-    """Return the environment that says so. An empty PYTHONPATH is none."""
+    """Return the environment variables that keep the working directory off a Python process's path.
+
+    An empty PYTHONPATH is left out.
+    """
     kept = [entry for entry in environment.get(_PATH, "").split(os.pathsep) if entry]
     return {_SAFE: "1", **({_PATH: os.pathsep.join(kept)} if _PATH in environment else {})}

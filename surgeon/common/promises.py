@@ -1,10 +1,10 @@
-"""Promises as tables of the terminal have them. Apart from numbers, as what styles them takes time to import."""
+"""Promises styled for terminal tables; a separate module, since rich's styles take time to import."""
 
 from __future__ import annotations
 
 from rich.text import Text
 
-# Where `exact` holds: what is new ends in zeros or at equal shares, and no number times zero is none.
+# The condition of `exact`: new parts end in zeros or equal shares, and zero times NaN or infinity is not zero.
 CONDITION = "wherever what is new stays finite"
 
 PROMISE_STYLES = {
@@ -15,6 +15,6 @@ PROMISE_STYLES = {
 
 
 def promise_of(promise: str, *, trained: bool) -> Text:
-    """A promise as it holds now: of a model that was trained since, it is about its birth."""
+    """Return a promise as it holds now: for a model that was trained since, it holds at birth."""
     shown = PROMISE_STYLES[promise]
     return Text(f"{shown.plain} at birth", style=shown.style) if trained and promise != "none" else shown

@@ -1,7 +1,7 @@
-"""What is common to the schemas of YAML files, and what they allow at a place of a document, in words.
+"""The common parts of YAML schemas, and a description in words of what a schema allows at a place of a document.
 
-Common are the strict entry, words, distinct names, shares that sum to 1. In words are said the keys at a place, and the
-forms that a value may have.
+The common parts are the strict entry, words, distinct names, and shares that sum to 1. The description lists the keys
+at a place, and the forms that a value may have.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pydantic_core import CoreSchema
 
 from surgeon.common.yaml import Place
 
-# The roles of texts in a training config, beside `task:NAME`.
+# The roles of texts in a training config, in addition to `task:NAME`.
 ORIGINAL, NEW = "original", "new"
-# Of a text that a model writes: what it begins with, where that is no file.
+# How a text that a model writes begins, where no file of prompts is given.
 BEGIN, TEMPLATE = "begin", "template"
 
-# Shares are written with a few decimals: 0.333 three times is meant to be 1.
+# Shares are written with few decimals: three times 0.333 should count as 1.
 SHARE_TOLERANCE = 0.005
 
 
 def _bound(schema: Any, most: Mapping[str, float]) -> None:
-    """Give every number of a schema that has no upper bound the one for its type."""
+    """Give every number in a schema that has no upper bound the bound for its type."""
     if isinstance(schema, dict):
         if (bound := most.get(str(schema.get("type")))) is not None and not schema.keys() & {"le", "lt"}:
             schema["le"] = bound
@@ -37,12 +37,12 @@ def _bound(schema: Any, most: Mapping[str, float]) -> None:
 
 
 class Bounded(BaseModel):
-    """Data of a file: unknown keys are refused, and numbers larger than `largest` where a field has no other bound.
+    """Data of a file: unknown keys are refused, and numbers above `largest` where a field has no other bound.
 
-    Code that counts up to a number of a file takes memory and time by it.
+    Without the bound, code that counts up to a number in a file could take unlimited memory and time.
     """
 
-    # `model_type` is a model's; pydantic before 2.10 warns of every field that begins as its own names do.
+    # Allow the field `model_type`: pydantic before 2.10 warns of fields with the prefix `model_`.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
     largest: ClassVar[int] = 10_000_000
@@ -54,12 +54,12 @@ class Bounded(BaseModel):
         return schema
 
 
-# Tokens, words and bytes, which nothing counts up to.
+# Counts of tokens, words and bytes, which no loop counts up to.
 Many = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class Entry(Bounded):
-    """A part of a config."""
+    """A part of a config, with a larger bound for numbers."""
 
     largest = 2**53
 
@@ -70,7 +70,7 @@ def first_doubled(names: Sequence[str]) -> str | None:
 
 
 def check_shares(shares: Sequence[float | None], *, of: str = "the sources'") -> None:
-    """Raise ValueError where shares cannot sum to 1; those that are None take what the others leave."""
+    """Raise ValueError where shares cannot sum to 1; shares that are None receive the rest."""
     given = [share for share in shares if share is not None]
     total, whole = math.fsum(given), len(given) == len(shares)
     if shares and ((whole and abs(total - 1) > SHARE_TOLERANCE) or (not whole and total >= 1)):
@@ -80,14 +80,14 @@ def check_shares(shares: Sequence[float | None], *, of: str = "the sources'") ->
 _WORDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _LETTERS = {"integer": "N", "number": "X", "string": "TEXT", "boolean": "true"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-# Names of sources, models, runs.
+# The pattern that names of sources, models and runs must match, as it stands in a schema.
 _NAME = re.compile(r"\^\[A-Za-z0-9_-\]\{1,(\d+)\}\$")
-# Beyond it a bound only says that a number fits into a machine's word.
+# A larger bound only means that a number fits a machine word.
 _LARGEST_BOUND = 2**53
 
 
 class Forms:
-    """A JSON schema, as pydantic writes it, asked about places of a document."""
+    """A JSON schema made by pydantic, with queries about places of a document."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
@@ -97,15 +97,15 @@ class Forms:
         return list(dict.fromkeys(key for form in self._at(data, place) for key in form.get("properties", {})))
 
     def tags(self, data: Any, place: Place, key: str) -> list[str]:
-        """Return the values that `key` may have, which distinguishes the forms of the mapping at `place`."""
+        """Return the values of `key` that distinguish the possible forms of the mapping at `place`."""
         return [tag for form in self._at(data, place) if (tag := _tag(form, key)) is not None]
 
     def values(self, data: Any, place: Place) -> list[str]:
-        """Return the words that the value at `place` may be."""
+        """Return the fixed values that are allowed at `place`."""
         return [str(value) for form in self._at(data, place) for value in _literals(form)]
 
     def words(self, data: Any, place: Place) -> str:
-        """Return every form that the value at `place` may have: `all, top_half, {every: N} or {after: [N, …]}`."""
+        """Return every form allowed for the value at `place`: `all, top_half, {every: N} or {after: [N, …]}`."""
         forms = list(self._at(data, place))
         tagged = [tag for form in forms if (tag := _tag(form)) is not None]
         found = [_shown(value) for form in forms for value in _literals(form)]
@@ -121,7 +121,7 @@ class Forms:
         return _listed(list(dict.fromkeys(found)))
 
     def home_of(self, key: str) -> str | None:
-        """Return where a key stands, dotted, that is none of the document's own but one of a section's."""
+        """Return the dotted path of a key that belongs to a section, not to the top level; None if there is none."""
         for section, schema in self._schema.get("properties", {}).items():
             for form in self._flat(schema):
                 if key in form.get("properties", {}):
@@ -129,7 +129,7 @@ class Forms:
         return None
 
     def _at(self, data: Any, place: Place) -> Iterator[Mapping[str, Any]]:
-        """Yield the forms of the value at `place`: those whose fixed values are what the data has around it."""
+        """Yield the forms of the value at `place`, except forms whose fixed values contradict the surrounding data."""
         forms = [form for form in self._flat(self._schema) if _agrees(form, data)]
         for step in place:
             inside = data[step] if holds(data, step) else None
@@ -151,7 +151,7 @@ class Forms:
             yield schema
 
     def _outline(self, form: Mapping[str, Any], *, letters: bool = False) -> str:
-        """Return one form as YAML would have it, or in words at the top."""
+        """Return one form as YAML, or in words at the top level."""
         match form.get("type"):
             case "object":
                 known = form.get("properties")
@@ -181,7 +181,7 @@ class Forms:
         first = next(self._flat(schema), {})
         if literals := _literals(first):
             return _shown(literals[0])
-        # Three levels say enough.
+        # Show at most three levels.
         return "{…}" if first.get("type") == "object" else self._outline(first, letters=True)
 
 
@@ -194,7 +194,7 @@ def _under(form: Mapping[str, Any], step: str | int) -> Mapping[str, Any] | None
 
 
 def _agrees(form: Mapping[str, Any], data: Any) -> bool:
-    """Whether the fixed values of a mapping's form (`op`, `kind`) are those that the data has."""
+    """Return whether the data agrees with the fixed values (`op`, `kind`) of a mapping's form."""
     if not isinstance(data, Mapping):
         return True
     properties = form.get("properties", {}).items()
@@ -203,7 +203,7 @@ def _agrees(form: Mapping[str, Any], data: Any) -> bool:
 
 
 def _tag(form: Mapping[str, Any], key: str | None = None) -> str | None:
-    """Return the fixed text of a mapping's form by which it is told from others; None where there is none."""
+    """Return the fixed text that distinguishes a mapping's form from other forms; None where there is none."""
     for name, field in form.get("properties", {}).items():
         if isinstance(field.get("const"), str) and key in (None, name):
             return str(field["const"])
@@ -240,5 +240,5 @@ def _listed(forms: list[str]) -> str:
 
 
 def holds(data: Any, step: int | str) -> bool:
-    """Whether a document has something there."""
+    """Return whether a document has an entry at this step."""
     return step in data if isinstance(data, Mapping) else isinstance(data, list) and step in range(len(data))

@@ -1,12 +1,11 @@
-"""Records of surgeon's own that a run goes on from: only this user, in this folder, can have written them.
+"""Signed records from which a run continues: only this user, in this folder, can have written them.
 
-A work folder may come in an archive, as a copy or from somebody else, and all digests in it may fit. So a record
-carries a code (HMAC-SHA256, RFC 2104) over its content, its name and the folder in which it lies, by a key that this
-user alone has: 32 random bytes, mode 0600, made at first use. One without it is shown, and taken only where the user
-says so.
+A work folder may come from an archive, a copy or another person, and all digests in it may match. So a record has a
+code (HMAC-SHA256, RFC 2104) over its content, its name and its folder, with a key that only this user has: 32 random
+bytes, mode 0600, made at first use. A record without a valid code is reported, and used only with the user's consent.
 
-The key lies in `$SURGEON_STATE`, or in `surgeon` in the user's folder for states. It is no cache: without it nothing is
-lost but the proof that a work folder is this user's.
+The key is in `$SURGEON_STATE`, or in `surgeon` in the user's state folder. It is no cache, but without it only the
+proof is lost that a work folder is this user's.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ _BYTES = 32
 
 @dataclass(frozen=True)
 class Key:
-    """The secret; `why_not` says in words why it is this process's alone (empty: it is kept)."""
+    """The secret key; `why_not` explains why only this process has it (empty: the key is stored)."""
 
     secret: bytes
     why_not: str = ""
 
 
 def own_key() -> Key:
-    """This user's key. One that cannot be kept is made anew for this process: nothing is refused for that."""
+    """Return this user's key. If it cannot be stored, a new one is made for this process; this is no error."""
     return _key_in(_state_folder())
 
 
 def _state_folder() -> Path | None:
-    """Return the key's path; None where there is no home for it."""
+    """Return the folder of the key; None where the user has no home folder."""
     if named := os.environ.get(VARIABLE, "").strip():
         return Path(named).expanduser().absolute()
-    # As the XDG base directory specification says: a relative path counts as none.
+    # By the XDG base directory specification, a relative path is ignored.
     home = Path(os.environ.get("XDG_STATE_HOME", ""))
     try:
         return (home if home.is_absolute() else Path.home() / ".local" / "state") / "surgeon"
@@ -67,7 +66,7 @@ def _key_in(folder: Path | None) -> Key:
         return _for_this_process("this user has no home folder")
     file = folder / KEY_FILE
     try:
-        # One that is there can be read from a home that takes no more.
+        # An existing key can be read even where the home folder is full or read-only.
         secret = _read_or_make(file, os.O_RDONLY)
         if secret is None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,7 +79,7 @@ def _key_in(folder: Path | None) -> Key:
 
 
 def _read_or_make(file: Path, how: int) -> bytes | None:
-    """Read the file, or create it where it may be; None where it is not there, or somebody else can write it."""
+    """Read the key file, or create it where `how` allows; None where it is missing, or others can write it."""
     try:
         handle = os.open(file, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -91,7 +90,7 @@ def _read_or_make(file: Path, how: int) -> bytes | None:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             return None
-        # Two first runs at once make one key. Not every file system has locks, or modes.
+        # With the lock, two simultaneous first runs make only one key. Not every file system has locks.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         secret = opened.read(_BYTES + 1)
@@ -113,10 +112,10 @@ def _for_this_process(why_not: str) -> Key:
 
 @dataclass(frozen=True)
 class Signed:
-    """The data of a record, and where it comes from.
+    """The data of a record, and its origin.
 
-    `here`: this user wrote it in this very folder. `own`: this user wrote it, in a folder of the name that `by` has.
-    `by` says who wrote it, where and when; without `own` nothing but the record itself says so.
+    `here`: this user wrote it in this very folder. `own`: this user wrote it, in the folder named in `by`. `by` names
+    who wrote it, where and when; without `own`, this is only the record's own statement.
     """
 
     data: Any
@@ -125,12 +124,12 @@ class Signed:
     by: str
 
 
-# Of a file that no signed record knows.
+# Used for a file without a signed record.
 UNSIGNED = Signed(None, here=False, own=False, by="")
 
 
 def write_signed(path: Path, data: Any) -> None:
-    """Replace a record, durably."""
+    """Replace a record, durably, with a signature."""
     folder, inode = _place(path.parent)
     at = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     entry = {"user": _user(), "host": platform.node(), "folder": folder, "inode": inode, "at": at, "data": data}
@@ -140,9 +139,9 @@ def write_signed(path: Path, data: Any) -> None:
 
 
 def read_signed(path: Path) -> Signed | None:
-    """The record at `path`; None where there is none. Raises ValueError for one that is not as it was written.
+    """Return the record at `path`; None where there is none.
 
-    Raises BadInput for anything but a file.
+    Raises ValueError for a record that is damaged, BadInput for anything but a file.
     """
     content = read_own(path)
     if content is None:
@@ -156,7 +155,7 @@ def read_signed(path: Path) -> Signed | None:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not body:
-        # As versions before wrote it.
+        # The format of earlier versions, without a signature.
         return Signed(entry, here=False, own=False, by="")
     if not isinstance(entry, dict):
         raise ValueError("it is no record")
@@ -180,11 +179,11 @@ def check_own(
     again: str = "start again",
     unsigned: str = "this user did not write it here, and it does not say who did",
 ) -> None:
-    """Raise BadInput where a record was not written here by this user, unless it is to be taken over, which is said.
+    """Raise BadInput where this user did not write the record here, unless `take_over` is set; then this is reported.
 
-    `holds` is what lies in `folder`, in words; without the folder the same command does what `again` says; `unsigned`
-    is what is known where nothing says who wrote it. Where this user's key cannot be kept, that is said too: what is
-    cut off will have to be taken over.
+    `holds` describes the content of `folder`. `again` names what the same command does once the folder is removed.
+    `unsigned` is the statement where nothing names a writer. Where this user's key cannot be stored, this is reported
+    too: an interrupted run will then need `--take-over`.
     """
     why_not = own_key().why_not
     if found is None or found.here:
@@ -208,7 +207,10 @@ def check_own(
 
 
 def _place(folder: Path) -> tuple[str, int]:
-    """Return what a folder is known by: its path, links resolved, and its inode. Its device changes with a reboot."""
+    """Return the identity of a folder: its resolved path and its inode.
+
+    The device number is left out, as reboots change it.
+    """
     return os.path.realpath(folder), folder.stat().st_ino
 
 

@@ -1,8 +1,8 @@
-"""Tables of the terminal that fit its width: no number is cut, no word is broken.
+"""Terminal tables that fit the terminal's width without cutting numbers or breaking words.
 
-Columns are side by side where they fit, the prose among them folded at words; rich draws them so. In a narrower
-terminal, where rich folds numbers and breaks words, each row is a small block: the first cell, then the others with
-their headings.
+Where columns fit side by side, rich draws them so, and prose in them is folded at words. In a narrower terminal, where
+rich would fold numbers and break words, each row is a small block: the first cell, then the other cells with their
+headings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# Prose in a narrower column than this is hard to read; between columns are two spaces.
+# Prose in a column narrower than this is hard to read. The gap between columns is two spaces.
 _NARROWEST = 20
 _GAP = 2
 _INDENT = 2
@@ -32,10 +32,10 @@ class _Column:
 
 
 class FittedTable:
-    """Rows under headings, or without (`headings=False`: names and values, the last cell of a row being prose).
+    """Rows under headings, or without headings (`headings=False`: names and values; the last cell of a row is prose).
 
-    The first `names` columns say what a row is. A column of numbers is aligned on the right, and never folded. A column
-    in which no row has anything is left out.
+    The first `names` columns identify a row. A column of numbers is right-aligned, and never folded. A column that is
+    empty in every row is left out.
     """
 
     def __init__(self, *columns: str, headings: bool = True, names: int = 1) -> None:
@@ -45,24 +45,24 @@ class FittedTable:
         self._rows: list[list[Text]] = []
 
     def add_column(self, heading: str, *, number: bool = True, style: str = "") -> None:
-        """A column to the right of those there are; by default of numbers."""
+        """Add a column on the right; by default a column of numbers."""
         self._columns.append(_Column(heading, number, style))
 
     def add_row(self, *cells: str | Text) -> None:
-        """A row; without cells an empty line between two rows."""
+        """Add a row; without cells, an empty line."""
         self._rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
         while len(self._columns) < len(cells):
             self._columns.append(_Column("", False, ""))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """The narrowest that the longest word allows, and the width of all columns side by side."""
+        """Return the least width, by the longest word, and the width of all columns side by side."""
         shown = self._shown()
         words = max((self._least(number) for number in shown), default=0)
         whole = self._width([self._natural(number) for number in shown])
         return Measurement(min(words, options.max_width), min(whole, options.max_width))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Side by side where that fits the width, else stacked."""
+        """Yield the table side by side where that fits the width, else stacked."""
         shown = self._shown()
         if not shown:
             return
@@ -76,7 +76,7 @@ class FittedTable:
             yield from self._named(shown, options.max_width)
 
     def _shown(self) -> list[int]:
-        """The columns in which some row has something."""
+        """Return the columns that have content in some row."""
         return [
             number
             for number in range(len(self._columns))
@@ -94,14 +94,14 @@ class FittedTable:
         return max((cell_len(line) for cell in self._cells(number) for line in cell.splitlines()), default=0)
 
     def _least(self, number: int) -> int:
-        """The narrowest that a column may be: numbers and names as they are, prose as wide as its longest word."""
+        """Return a column's least width: the full width for numbers and names, the longest word's for prose."""
         natural = self._natural(number)
         if self._columns[number].number:
             return natural
         return min(natural, max(_NARROWEST, _longest_word(self._cells(number))))
 
     def _named(self, shown: Sequence[int], room: int) -> Iterator[RenderableType]:
-        """Names beside values; a value with a word that does not fit there (a digest) goes below its name."""
+        """Yield names next to values; a value with a word that does not fit there (a digest) goes below its name."""
         *names, last = shown
         widths = [self._natural(number) for number in names]
         left = room - self._width(widths) - _GAP
@@ -118,7 +118,7 @@ class FittedTable:
     ) -> Table:
         widths = [self._natural(number) for number in shown]
         while self._width(widths) > room:
-            # From the widest of those that may give.
+            # Shrink the widest column that is above its least width.
             widest = max((n for n in range(len(widths)) if widths[n] > least[n]), key=lambda n: widths[n])
             widths[widest] -= 1
         table = Table(box=None, pad_edge=False, show_header=self._headings)
@@ -136,7 +136,7 @@ class FittedTable:
         return table
 
     def _stacked(self, cells: Sequence[Text], shown: Sequence[int], room: int) -> RenderableType:
-        """One row: the cells that name it, then the others with their headings, indented."""
+        """Return one row as a block: the cells that identify it, then the other cells with their headings, indented."""
         there = [number for number in shown if number < len(cells) and cells[number].plain]
         if not there:
             return Text()
@@ -168,7 +168,7 @@ def _indented(content: RenderableType, by: int = _INDENT) -> Padding:
 
 
 def _flowed(pairs: Sequence[Text], room: int) -> list[Text]:
-    """Put as many pairs on a line as fit."""
+    """Return lines with as many pairs on each as fit."""
     lines: list[Text] = []
     for pair in pairs:
         if lines and lines[-1].cell_len + 3 + pair.cell_len <= room:

@@ -1,6 +1,7 @@
-"""Folders that surgeon works in beside its outputs: ours alone, or refused. No link in them is ever followed.
+"""Folders next to outputs in which surgeon works: they must be the user's only, else they are refused.
 
-They have the names of outputs, so whoever may write beside an output can make one first, or hide one in an archive.
+No link in them is ever followed. Their names derive from outputs' names, so whoever may write next to an output can
+create such a folder first, or hide one in an archive.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any, Self
 from surgeon.errors import BadInput, printable
 
 LOCK_FILE = "lock"
-# Another process may clean up and remove the folder between our opening its lock and holding it.
+# How often to try: another process may remove the folder after this one opens the lock file and before it locks it.
 _LOCK_ATTEMPTS = 20
 
 
 def work_folder(target: Path, what: str) -> Path:
-    """The folder in which surgeon makes `target`: beside it, or inside where that was a folder before work began."""
+    """Return the folder in which surgeon makes `target`: next to it, or inside if it was a folder before work began."""
     target = target if target.name else target.absolute()
     beside = target.with_name(f".{target.name}.{what}")
     inside = target.is_dir() and not target.is_symlink() and not os.path.lexists(beside)
@@ -34,7 +35,7 @@ def work_folder(target: Path, what: str) -> Path:
 
 
 def foreign_in(folder: Path) -> list[Path]:
-    """What a folder holds beside surgeon's own work in it, and what every new ext4 volume holds."""
+    """Return the files in a folder other than surgeon's own working files and the `lost+found` of new ext4 volumes."""
     own = (f".{folder.name}.", "lost+found")
     return sorted(path for path in folder.iterdir() if not path.name.startswith(own))
 
@@ -49,7 +50,7 @@ def sync(path: Path) -> None:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a file that is not there, or replaces what is: a link of this name is removed, never followed."""
+    """Write a new file in place of any existing file; a link of this name is removed, never followed."""
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with os.fdopen(handle, "wb") as file:
@@ -57,10 +58,9 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def write_durably(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
-    """Replace the file at `path` by `content`, whole or in pieces: at every moment it holds the old, or all of the new.
+    """Replace the file at `path` by `content`, whole or in pieces; it has the old or the new content at every moment.
 
-    Raises BadInput where something else than a file has this name (a folder, a device), and where another process is
-    writing it.
+    Raises BadInput where the path is no file (a folder, a device), and where another process is writing it.
     """
     try:
         if not stat.S_ISREG(kind := os.lstat(path).st_mode) and not stat.S_ISLNK(kind):
@@ -68,7 +68,7 @@ def write_durably(path: Path, content: str | bytes | Iterable[bytes | memoryview
     except FileNotFoundError:
         pass
     beside = path.with_name(f".{path.name}.new")
-    # Locked until it has its name: else a second process would remove it, and this one rename what that one has so far.
+    # Locked until it is renamed: else a second process could replace it, and this one would rename a partial file.
     with os.fdopen(_new_and_locked(beside, target=path), "wb") as file:
         try:
             whole = content.encode() if isinstance(content, str) else content
@@ -83,7 +83,7 @@ def write_durably(path: Path, content: str | bytes | Iterable[bytes | memoryview
 
 
 def _new_and_locked(path: Path, *, target: Path) -> int:
-    """A new file, ours alone as long as it is open; what a killed run left of its name goes, a link too."""
+    """Return a descriptor of a new locked file; a leftover of a killed run with this name is removed, also a link."""
     for _ in range(_LOCK_ATTEMPTS):
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -91,7 +91,7 @@ def _new_and_locked(path: Path, *, target: Path) -> int:
             if not _removed(path):
                 break
             continue
-        # Before it was locked, another process may have taken it for what a killed run left.
+        # Before the lock, another process may have mistaken the file for a leftover and removed it.
         if _locked(handle) and _is_at(handle, path):
             return handle
         os.close(handle)
@@ -99,11 +99,11 @@ def _new_and_locked(path: Path, *, target: Path) -> int:
 
 
 def _removed(path: Path) -> bool:
-    """Return whether the file is gone; one that a process writes stays."""
+    """Remove the file unless a process is writing it; return whether it is gone."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        # Gone by now, or nothing that we could have left: a link, say.
+        # It is gone by now, or surgeon cannot have made it: for example a link.
         path.unlink(missing_ok=True)
         return True
     try:
@@ -117,7 +117,7 @@ def _removed(path: Path) -> bool:
 
 
 def _locked(handle: int) -> bool:
-    """Lock the file and return whether that was done; a file system without locks locks nothing."""
+    """Lock the file and return whether this succeeded; on a file system without locks this returns true."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -134,13 +134,13 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def record_of(data: Any) -> bytes:
-    """JSON data as the content of a file that surgeon keeps for itself: its first line is the digest of the rest."""
+    """Return JSON data as the content of one of surgeon's own files: its first line is the digest of the rest."""
     kept = json.dumps(data).encode()
     return hashlib.sha256(kept).hexdigest().encode() + b"\n" + kept
 
 
 def parse_record(content: bytes) -> Any:
-    """The data in the content of such a file. Raises ValueError where it is not what its first line says."""
+    """Return the data in such a content. Raises ValueError where the first line's digest does not match."""
     digest, kept = content.split(b"\n", 1)
     if digest.decode("ascii") != hashlib.sha256(kept).hexdigest():
         raise ValueError("it is not what its first line says")
@@ -148,9 +148,9 @@ def parse_record(content: bytes) -> Any:
 
 
 def read_own(path: Path) -> bytes | None:
-    """The content of a file that surgeon keeps in a folder of its own; None where there is no file of this name.
+    """Return the content of a file in a folder of surgeon's own; None where there is no file of this name.
 
-    Raises BadInput for anything but a regular file: nothing is followed, nothing is waited for.
+    Raises BadInput for anything but a regular file: links are not followed, and FIFOs are not waited for.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -167,10 +167,11 @@ def read_own(path: Path) -> bytes | None:
 
 
 class WorkFolder:
-    """A folder of ours that no other process works in, from `with` on; made at need, with mode 0700.
+    """A locked private folder that no other process uses inside the `with` block; made if missing, with mode 0700.
 
-    `target` is what is made in it, for messages. Entering raises BadInput where another process holds it, and for a
-    folder that is not ours alone: a link, another user's, or with a link or another user's file anywhere in it.
+    `target` names, in messages, what is made in it. Entering raises BadInput where another process has the lock, and
+    for a folder that is not only the user's: a link, another user's, or with a link or another user's file anywhere in
+    it.
     """
 
     def __init__(self, path: Path, *, target: Path) -> None:
@@ -191,13 +192,13 @@ class WorkFolder:
         self.release()
 
     def release(self) -> None:
-        """Let others work here."""
+        """Unlock the folder, so that other processes can work here."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
 
     def check_marked(self, marker: str) -> None:
-        """Raise BadInput where the folder holds something, yet not `marker`, which is written first of all."""
+        """Raise BadInput where the folder has files but not `marker`, which every run writes first."""
         names = {path.name for path in self.path.iterdir()}
         strange = names - {LOCK_FILE, marker, f".{marker}.new"}
         if marker not in names and strange:
@@ -207,7 +208,7 @@ class WorkFolder:
             )
 
     def check_there(self) -> None:
-        """Raise BadInput where the path leads to another folder by now."""
+        """Raise BadInput where the path now leads to another folder."""
         if not self._still_there(self._lock):
             raise BadInput(
                 f"{printable(str(self.path))}: moved or replaced while {printable(str(self.target))} was made in it;"
@@ -215,14 +216,14 @@ class WorkFolder:
             )
 
     def remove(self, last: str | None = None) -> None:
-        """Remove the folder and all in it, the file `last` and the lock after all else. Raises OSError."""
+        """Remove the folder with its content; the file `last` and the lock are removed at the end. Raises OSError."""
         self.clear(but=(last,))
         self.clear()
         (self.path / LOCK_FILE).unlink(missing_ok=True)
         self.path.rmdir()
 
     def clear(self, but: Collection[str | None] = ()) -> None:
-        """Remove everything but the lock and the files `but`. Raises OSError."""
+        """Remove everything except the lock and the files `but`. Raises OSError."""
         with os.scandir(self.path) as entries:
             there = list(entries)
         for entry in there:
@@ -282,7 +283,7 @@ class WorkFolder:
         if not _is_ours(found, self.path.parent):
             raise _foreign(self.path, "another user's")
         if found.st_mode & 0o077:
-            # An older version's; a file system without modes refuses, or does as if.
+            # A folder of an older version. A file system without modes refuses this, or only pretends.
             with suppress(PermissionError):
                 self.path.chmod(0o700)
 
@@ -298,7 +299,7 @@ class WorkFolder:
                     raise _foreign(path, "not a file")
                 if found.st_uid != owner:
                     raise _foreign(path, "another user's")
-                # The files at the top are written in place: under a second name they would be somebody's files.
+                # Top-level files are written in place: with a second hard link this would change another file.
                 if path.parent == self.path and name in files and not _is_single_file(found):
                     raise _foreign(path, "a second name of another file")
 
@@ -311,7 +312,7 @@ def _is_single_file(found: os.stat_result) -> bool:
 
 
 def _is_ours(found: os.stat_result, parent: Path) -> bool:
-    """Return whether we own it; where a file system gives files other owners than their makers, by what we make."""
+    """Return whether the user owns it; file systems that assign other owners are tested with a temporary file."""
     if found.st_uid == os.geteuid():
         return True
     try:
@@ -330,7 +331,10 @@ def _foreign(path: Path, what: str) -> BadInput:
 
 @contextmanager
 def working_in(folder: Path, *, target: Path, marker: str) -> Iterator[WorkFolder]:
-    """`folder`, ours alone and locked, to make `target` in. Raises BadInput as `WorkFolder`, and without `marker`."""
+    """Lock the private `folder` in which `target` is made.
+
+    Raises BadInput as `WorkFolder` does, and if `marker` is missing.
+    """
     with WorkFolder(folder, target=target) as work:
         work.check_marked(marker)
         yield work

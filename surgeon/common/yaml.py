@@ -1,10 +1,9 @@
-"""Reading YAML that people write: safe 1.2 scalars, line numbers in every message, nothing guessed.
+"""Reading hand-written YAML: safe YAML 1.2 scalars, line numbers in every message, no guesses.
 
-ruamel.yaml was weighed: it knows lines and duplicates too, but not the limits, and its scalars would be replaced all
-the same.
-
-The document is read as a graph of nodes and built here, so that no tag can create a Python object, duplicate
-keys are found, `6e-2` is a number and `010` is refused, not read as 8. `what` names the kind of file in errors.
+ruamel.yaml was considered: it also reports lines and duplicates, but has no limits, and its scalars would have to be
+replaced too. The document is read as a graph of nodes and converted here. So no tag can create a Python object,
+duplicate keys are found, `6e-2` is a number, and `010` is refused, not read as 8. `what` names the kind of file in
+errors.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DEEPEST = 40
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,18})")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
 _LOOKS_NUMERIC = re.compile(r"[-+]?(0[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+|[0-9]+)")
-# Spaces to people, letters to YAML, before or behind a key or a dash.
+# Characters that look like spaces but are letters to YAML, before or after a key or a dash.
 _ODD_SPACE = re.compile(r"^ *(?:- *)*(?:[\w.-]+:)? *([\u00a0\u2000-\u200b\u202f\u205f\u3000])", re.MULTILINE)
 _CORE_TAGS = ("str", "int", "float", "bool", "null", "map", "seq")
 Place = tuple[str | int, ...]
@@ -81,12 +80,12 @@ class Document:
 
 
 def read_text(path: Path, *, what: str) -> str:
-    """The text of a regular file. Raises BadInput, which names file and line, where it cannot be read as UTF-8."""
+    """Return the text of a regular file. Raises BadInput, with file and line, where it cannot be read as UTF-8."""
     return decoded(read_given(path, what=what, most=LARGEST_FILE), str(path))
 
 
 def decoded(raw: bytes, source: str) -> str:
-    """Decode what was read from `source`. Raises BadInput, which names file and line, where it is not UTF-8."""
+    """Decode bytes read from `source`. Raises BadInput, with file and line, where they are not UTF-8."""
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -103,7 +102,7 @@ def read_yaml(path: Path, *, what: str, needs: str) -> Document:
 def parse_yaml(text: str, source: str, *, what: str, needs: str) -> Document:
     """Read a document that is given as text; `needs` are the keys that it must have.
 
-    Raises BadInput for what is not valid YAML, nests too deep, repeats a key, is empty or no mapping.
+    Raises BadInput where the text is not valid YAML, nests too deep, repeats a key, is empty or no mapping.
     """
     shown = printable(source)
     if odd := _ODD_SPACE.search(text):
@@ -115,7 +114,7 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> Document:
         node = _Reader(text, shown, what).get_single_node()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        # Often seen a line too late: after `key:value`, or where a bracket is not closed.
+        # The parser often reports the fault one line too late: after `key:value`, or an unclosed bracket.
         raise BadInput(
             f"{shown}:{line}: not valid YAML: {printable(error.problem or error.context or '')}; mend this line, or the"
             " one before it"
@@ -135,7 +134,7 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> Document:
 
 
 class _Reader(yaml.SafeLoader):
-    """Hands events to the composer, which recurses, and refuses deep nesting before it does."""
+    """A loader that counts events before the recursive composer receives them, and so refuses deep nesting early."""
 
     def __init__(self, text: str, shown: str, what: str) -> None:
         super().__init__(text)
@@ -159,7 +158,7 @@ class _Reader(yaml.SafeLoader):
 
 @dataclass(eq=False)
 class _Builder:
-    """Builds plain data from a node graph and remembers the line of every place in it."""
+    """A builder of plain data from a node graph, which records the line of every place in it."""
 
     shown: str
     lines: dict[Place, int]
@@ -169,7 +168,7 @@ class _Builder:
     def build(self, node: yaml.Node, place: Place) -> Any:
         line = node.start_mark.line + 1
         self.lines.setdefault(place, line)
-        # Counted as expanded: aliases repeat their node here, so a bomb of them stops at the cap.
+        # Expanded entries are counted: aliases repeat their node here, so an alias bomb stops at the limit.
         self.built += 1
         if self.built > MOST_NODES:
             raise BadInput(f"{self.shown}:{line}: expands to more than {MOST_NODES} entries; remove aliases")
@@ -211,8 +210,11 @@ class _Builder:
         return result
 
     def _characters(self, text: str, line: int) -> str:
-        """The text itself; its escapes (`\\0`, `\\ud800`) may stand for what no file name and no encoding has."""
-        # A plan that json wrote has a character beyond 16 bits as two escapes.
+        """Return the text.
+
+        Raises BadInput where its escapes (`\\0`, `\\ud800`) encode a NUL character or half a UTF-16 pair.
+        """
+        # A plan written by json encodes a character beyond 16 bits as two escapes.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         wrong = next((c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"), None)
         if wrong is not None:
@@ -246,7 +248,7 @@ class _Builder:
 
 
 def _key_in(node: Any, step: str, option: str, above: str) -> str | int:
-    """The key, or the number of the list's entry, that a step of a dotted path means. Raises BadInput."""
+    """Return the key, or the list entry's number, for one step of a dotted path. Raises BadInput."""
     if isinstance(node, dict):
         return step
     if not isinstance(node, list):
@@ -269,7 +271,7 @@ def _key_in(node: Any, step: str, option: str, above: str) -> str | int:
 
 
 class _Writer(yaml.SafeDumper):
-    """Writes plain data, with quotes around every text that is not a plain word."""
+    """A dumper of plain data that quotes every text that is not a plain word."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -285,12 +287,12 @@ _Writer.add_representer(
 
 
 def written_yaml(data: Mapping[str, Any]) -> str:
-    """Plain data as YAML that `parse_yaml` reads back as it is: to YAML 1.1, by which PyYAML writes, `6e-2` is text."""
+    """Return plain data as YAML that `parse_yaml` reads back unchanged, although PyYAML treats `6e-2` as text."""
     return str(yaml.dump(dict(data), Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120))
 
 
 def _kind_of(value: Any) -> str:
-    """Name the kind of a value, for an error."""
+    """Return the kind of a value, for an error."""
     if isinstance(value, list):
         return "a list"
     return "empty" if value is None else f"`{value_text(value)}`"

@@ -1,6 +1,6 @@
-"""What a model answers to prompts, in three calls: encode them by a checkpoint, load the model, have it answer.
+"""A model's answers to prompts, in three calls: encode the prompts, load the model, generate the answers.
 
-Torch is imported where work begins, so that what a command refuses it refuses at once.
+Torch is imported only when work begins, so that bad arguments are refused at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer: its text, how many tokens it has, and whether the model ended it by itself."""
+    """An answer: its text, its number of tokens, and whether the model ended it by itself."""
 
     text: str
     tokens: int
@@ -28,9 +28,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts as a checkpoint reads them: the `ids` of each, the `most` tokens of its answer, and what ends one.
+    """Prompts encoded for a checkpoint: the `ids` of each, the `most` tokens of its answer, and what `ends` it.
 
-    With `chat` each is a user's turn as the chat template writes it, else a text to go on with.
+    `ends` are token ids. With `chat`, each prompt is a user's turn rendered by the chat template, else a text to
+    continue.
     """
 
     ids: tuple[list[int], ...]
@@ -41,7 +42,7 @@ class EncodedPrompts:
 
 
 def encode_prompts(prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: int = 64) -> EncodedPrompts:
-    """Encode prompts by a checkpoint's tokenizer: as a user's turn where it has a chat template, else as they are.
+    """Encode prompts by a checkpoint's tokenizer: as a user's turn where it has a chat template, else unchanged.
 
     An answer may have `tokens` tokens, or as many as the context leaves. Raises BadInput where there is no tokenizer,
     and for a prompt without tokens or without room for an answer.
@@ -73,9 +74,9 @@ def encode_prompts(prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: in
 def answer(
     model: Any, prompts: EncodedPrompts, *, advance: Callable[[int], None] = lambda _prompts: None
 ) -> list[Answer]:
-    """Have a loaded model answer each prompt (`encode_prompts`), taking the likeliest token each time.
+    """Let a loaded model answer each prompt (`encode_prompts`) by greedy decoding.
 
-    Prompts are run one by one, so that no padding changes an answer; `advance` receives how many are done.
+    Prompts are run one by one, so that no padding changes an answer. `advance` receives the number just completed.
     """
     from surgeon.data.generation import continued
 
@@ -85,7 +86,7 @@ def answer(
         words = prompts.prompter.words
         text = words(turn.ids, ended=turn.ended)
         if not prompts.chat:
-            # Behind its beginning, as decoders of single tokens drop a space before the first word.
+            # Decode prompt and answer together: decoding the answer alone may drop the space before its first word.
             before, whole = words(ids, ended=True), words([*ids, *turn.ids], ended=turn.ended)
             text = whole.removeprefix(before) if whole.startswith(before) else text
         found.append(Answer(text, len(turn.ids), turn.ended))

@@ -1,4 +1,4 @@
-"""Chats: turns of messages, and what datasets keep beside their words: OpenAI's, TRL's and ShareGPT's."""
+"""Chats: turns of messages with further fields, in the formats of OpenAI, TRL and ShareGPT."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 from surgeon.errors import BadInput, printable
 
 ASSISTANT = "assistant"
-# What chat templates read of a message beside its words.
+# Fields of a message, apart from its text, that chat templates read.
 _PASSED = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
-# What an assistant's message may hold in place of words.
+# Fields that an assistant's message may have instead of text.
 _INSTEAD_OF_WORDS = ("tool_calls", "reasoning_content", "thinking")
-# Where a message has who speaks, and what: as OpenAI, ShareGPT and Gemini call it.
+# Keys of a message's speaker and text, in the formats of OpenAI, ShareGPT and Gemini.
 _ROLES, _CONTENTS = ("role", "from"), ("content", "value", "parts")
 _CALLS = "function_call"
-# Who speaks, as exports call it; templates know the four on the right.
+# Speaker names in exported chats, mapped to the four roles that templates know.
 _SPEAKERS = (
     dict.fromkeys(("human", "user", "prompter"), "user")
     | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "assistant", "ai", _CALLS), ASSISTANT)
     | dict.fromkeys(("system",), "system")
     | dict.fromkeys(("tool", "function", "observation", "function_response"), "tool")
 )
-# Levels of lists and objects in what templates are given: JSON schemas of real tools have a dozen.
+# The deepest nesting of data passed to templates; JSON schemas of real tools have about a dozen levels.
 _DEPTH = 100
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat; `more` is what a template may read beside its words.
+    """One turn of a chat; `more` are further fields that a template may read.
 
-    The loss is on it where the assistant says it and it `counts`.
+    The loss counts it where the assistant says it and `counts` is true.
     """
 
     role: str
@@ -42,16 +42,16 @@ class Message:
 
     @property
     def answers(self) -> bool:
-        """Whether the loss is on it."""
+        """Whether the loss counts it."""
         return self.role == ASSISTANT and self.counts
 
     @property
     def says(self) -> bool:
-        """Whether it has words, or an assistant's calls or thoughts."""
+        """Whether it has text, or an assistant's calls or thoughts."""
         return bool(self.content.strip()) or any(key in self.more for key in _INSTEAD_OF_WORDS)
 
     def turn(self) -> dict[str, Any]:
-        """The message as a chat template is given it."""
+        """Return the message in the form that chat templates accept."""
         return {"role": self.role, "content": self.content, **self.more}
 
 
@@ -63,7 +63,7 @@ class Chat:
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def names(self) -> Iterator[str]:
-        """The names of its tools, and of those that are called in it."""
+        """Yield the names of its tools, and of the tools called in it."""
         for tool in self.tools:
             yield from _name(tool)
         for message in self.messages:
@@ -72,7 +72,7 @@ class Chat:
 
 
 def turn_of(value: Any, nth: int, where: str) -> Message:
-    """Read the message number `nth` of the chat at `where`. Raises BadInput where it cannot be read or is no text."""
+    """Read message number `nth` of the chat at `where`. Raises BadInput where it is unreadable or not text."""
     shown = f"{printable(where)}: message {nth}"
     if not isinstance(value, Mapping):
         raise BadInput(f"{shown} is no object ({printable(repr(value), 40)}); write it with `role` and `content`")
@@ -81,7 +81,7 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
     )
     if not isinstance(speaker, str):
         raise BadInput(f"{shown} has no `role` (nor `from`) that is a text; say who speaks")
-    # A template may know roles that no export has, but none that are said of speakers.
+    # Unknown names are accepted under `role`, as a template may know them, but not under `from`.
     role = _SPEAKERS.get(speaker.strip().lower(), speaker if "role" in value else None)
     if role is None:
         raise BadInput(f"{shown} is from `{printable(speaker)}`, which is none of {', '.join(_SPEAKERS)}; rename it")
@@ -89,7 +89,7 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
     if speaker.strip().lower() == _CALLS:
         more["tool_calls"], content = _json(content, "a call", shown), None
     elif value.get(_CALLS):
-        # As OpenAI had it before there were several.
+        # OpenAI's earlier format, with a single call.
         more["tool_calls"] = value[_CALLS]
     if "tool_calls" in more:
         more["tool_calls"] = _calls(more["tool_calls"], shown)
@@ -106,7 +106,7 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
 
 
 def tools_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Read tools: a list of objects, or a text that holds one. Raises BadInput for anything else."""
+    """Read tools: a list of objects, or a text that contains such a list as JSON. Raises BadInput for anything else."""
     shown = f"{printable(where)}: `tools`"
     if isinstance(value, str):
         value = _json(value, "the list", shown) if value.strip() else None
@@ -118,7 +118,7 @@ def tools_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _name(described: Mapping[str, Any]) -> Iterator[str]:
-    """The name of a tool or call, where it has one."""
+    """Yield the name of a tool or call, if it has one."""
     function = described.get("function")
     name = (function if isinstance(function, Mapping) else described).get("name")
     if isinstance(name, str):
@@ -126,7 +126,7 @@ def _name(described: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _calls(value: Any, shown: str) -> list[dict[str, Any]]:
-    """Return calls as templates read them: `function` of `name` and `arguments`, these as an object, not a text."""
+    """Return calls in the form that templates read: `function` with `name` and `arguments`, an object, not text."""
     calls = [value] if isinstance(value, Mapping) else value
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) and any(_name(call)) for call in calls):
         raise BadInput(f"{shown}: `tool_calls` is not a list of calls with a `name` and `arguments`; write them so")
@@ -144,9 +144,9 @@ def _calls(value: Any, shown: str) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any, where: str, depth: int = _DEPTH) -> Any:
-    """Return JSON data as a template gets it, without keys of nothing, which tables add so that all rows have the same.
+    """Return JSON data for a template, without keys whose value is null, which tables add to make all rows alike.
 
-    Raises BadInput, beginning with `where`, for text that nothing can encode, and for what is nested too deep.
+    Raises BadInput (prefix `where`) for text that cannot be encoded, and for data nested too deep.
     """
     if isinstance(value, str):
         return checked_text(value, where)
@@ -166,7 +166,7 @@ def _plain(value: Any, where: str, depth: int = _DEPTH) -> Any:
 
 
 def _json(value: Any, what: str, shown: str) -> Any:
-    """Parse a text as JSON; a value that is no text is returned as it is."""
+    """Parse a text as JSON; return a value that is no text unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -176,7 +176,7 @@ def _json(value: Any, what: str, shown: str) -> Any:
 
 
 def _joined(parts: Sequence[Any], shown: str) -> str:
-    """Join a content of parts, each of which must be text."""
+    """Join the parts of a content, each of which must be text."""
     texts = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
@@ -189,7 +189,7 @@ def _joined(parts: Sequence[Any], shown: str) -> str:
 
 
 def _counts(message: Mapping[str, Any], shown: str) -> bool:
-    """Whether the loss may be on a message: OpenAI's `weight`, axolotl's `train` or `training`, 0 or 1 each."""
+    """Return whether the loss may count a message: OpenAI's `weight`, axolotl's `train` or `training`, each 0 or 1."""
     for key in ("weight", "train", "training"):
         if (value := message.get(key)) is None:
             continue
@@ -203,7 +203,7 @@ def _counts(message: Mapping[str, Any], shown: str) -> bool:
 
 
 def checked_text(text: str, where: str) -> str:
-    """Return the text. Raises BadInput, beginning with `where`, for half of a UTF-16 pair, which nothing can encode."""
+    """Return the text. Raises BadInput (prefix `where`) for half of a UTF-16 pair, which no encoding can represent."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

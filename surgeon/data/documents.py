@@ -1,8 +1,8 @@
-"""Files of training text: JSON, JSON lines, plain text, parquet; indexed once, then read document by document.
+"""Files of training text (JSON, JSON lines, plain text, parquet): indexed once, then read document by document.
 
-The index pass reads every file to its end, so that a broken line is reported before the first step. It keeps four
-numbers a document; texts stay on disk. A document has at most `MAX_DOCUMENT_BYTES`. Compressed files are
-unpacked to where any document can be read.
+The index pass reads every file to its end, so that a broken line is reported before the first step. The index has four
+numbers per document; texts stay on disk. A document has at most `MAX_DOCUMENT_BYTES`. Compressed files are unpacked to
+a temporary file, where any document can be read.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from surgeon.data.rows import Row, Rows
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
 
-# UTF-8, with or without the mark that Windows' editors begin a file with.
+# UTF-8, with or without the byte order mark of Windows editors.
 _UTF8 = "utf-8-sig"
 
-# A plain text is cut at line ends into documents of about this many bytes, so that it can be shuffled and held out.
+# A plain text is cut at line ends into documents of about this many bytes, so that they can be shuffled and held out.
 PIECE = 8000
-# Read of each file before anything that takes long is imported; and of one whose name says JSON, to see which.
+# Rows of each file that are checked before slow imports; bytes of a JSON file that are read to tell a list from lines.
 _FIRST_ROWS, _BEGINNING = 8, 4096
 _KINDS = (".jsonl", ".json", ".txt", ".parquet")
-# A line that only begins an object.
+# A first line that begins an object without ending it.
 _OPEN_OBJECT = re.compile(rb'\{\s*(?:"[^"\\]*"\s*:\s*\[?\s*)?[\r\n]')
 _GZIPPED = b"\x1f\x8b"
-# What begins so is no text whatever its name says, though some of its lines may be.
+# Beginnings of files that are no text, whatever their names and even where some lines are text.
 _NO_TEXTS = {
     codecs.BOM_UTF16_LE: "UTF-16; save it as UTF-8",
     b"PK\x03\x04": "a zip file; unpack it",
@@ -56,26 +56,26 @@ _OTHERS = dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz"), 
 
 
 class Corpus(Protocol):
-    """The documents of one source, by number, the same ones for as long as `identity` is the same."""
+    """The documents of one source, by number; they are the same as long as `identity` is the same."""
 
-    # Counts what is left out and has no number.
+    # Counts the rows that are left out and have no number.
     rows: Rows
 
     @property
     def shown(self) -> str:
-        """The name that errors use."""
+        """The source's name in error messages."""
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Return the number of documents."""
 
     def read(self, number: int) -> Document:
         """Read one document: its text, with its label, or the messages of a chat. Raises BadInput if unreadable."""
 
     def where(self, number: int) -> str:
-        """The place of a document, for errors."""
+        """Return the place of a document, for errors."""
 
     def identity(self) -> list[Any]:
-        """JSON data that must be the same when a run is continued."""
+        """Return JSON data that must be unchanged when a run is continued."""
 
 
 class Documents:
@@ -84,8 +84,9 @@ class Documents:
     def __init__(self, path: Path, rows: Rows, *, most: int | None = None) -> None:
         """Index `path`, a file or a folder of files.
 
-        With labels each text has one, which plain text files do not hold. With `most` no more rows of each file are
-        read, unless some are bad. Raises BadInput for a missing, unreadable or empty file, and for one with bad rows.
+        For the kind `labels` each text needs a label, which plain text files lack. With `most`, at most this many rows
+        of each file are read, unless some are bad. Raises BadInput for a missing, unreadable or empty file, and for bad
+        rows.
         """
         self.path = path
         self.rows = rows
@@ -97,7 +98,7 @@ class Documents:
             )
         parquet = {number: file for number, file in enumerate(self.files) if format_of(file) == ".parquet"}
         self._parquet = ParquetFiles(parquet, self._open) if parquet else None
-        # Those of each parquet file that hold documents.
+        # The columns of each parquet file that contain documents.
         self._columns: dict[int, list[str]] = {}
         pieces = [self._index(number, file, most) for number, file in enumerate(self.files)]
         self._places: NDArray[np.int64] = np.concatenate(pieces)
@@ -106,16 +107,16 @@ class Documents:
 
     @classmethod
     def begin(cls, path: Path, spec: RowsSpec) -> Documents:
-        """Read the first rows of each file. Raises BadInput for what is wrong in them, as reading it all would."""
+        """Read the first rows of each file. Raises BadInput for faults in them, as reading the whole file would."""
         return cls(path, Rows(spec), most=_FIRST_ROWS)
 
     @property
     def shown(self) -> str:
-        """The name that errors use."""
+        """The name in error messages."""
         return str(self.path)
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Return the number of documents."""
         return len(self._places)
 
     def read(self, number: int) -> Document:
@@ -135,18 +136,18 @@ class Documents:
         return _plain(content, where) if format_of(path) == ".txt" else self._parsed(content, where)
 
     def where(self, number: int) -> str:
-        """The place of a document, for errors."""
+        """Return the place of a document, for errors."""
         file, group, row, line = (int(value) for value in self._places[number])
         return (
             f"{self.files[file]}, row {row} of group {group}" if file in self._columns else f"{self.files[file]}:{line}"
         )
 
     def _open(self, file: Path) -> BinaryIO:
-        """Open a file, which must lie in its folder; only the links of a file that was named itself are followed."""
+        """Open a file, which must be inside its folder; links are followed only if the user named the file itself."""
         place = Path(os.path.realpath(file)) if file is self.path else file
         root = place.parent if file is self.path else self.path
         opened = os.fdopen(open_regular(root, str(place.relative_to(root))), "rb")
-        # Whatever its name says.
+        # Detect gzip by content, not by name.
         if not opened.peek(2).startswith(_GZIPPED):
             return opened
         with opened:
@@ -159,7 +160,7 @@ class Documents:
         }
         try:
             with self._open(file) as handle:
-                # Whatever the name says of the two: lists are kept as .jsonl, lines as .json.
+                # Detect the format by content: some .jsonl files contain a list, some .json files lines.
                 beginning = handle.read(_BEGINNING)
                 for begin, problem in _NO_TEXTS.items():
                     if beginning.startswith(begin):
@@ -189,13 +190,13 @@ class Documents:
         return self._document(parsed(line, where, "write one object a line, or a list of objects"), where)
 
     def _entries(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
-        """Yield the objects of a JSON file that holds a list of them."""
+        """Yield the objects of a JSON file that contains a list."""
         for begin, end, line, entry in entries_of(handle, str(file)):
             where = f"{file}:{line}"
             yield (begin, end, line), where, partial(self._document, entry, where)
 
     def _pieces(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
-        """Yield pieces of a plain text; a line that is not UTF-8 is one by itself."""
+        """Yield pieces of a plain text; a line that is not UTF-8 becomes a piece of its own."""
         begin, piece, first, before = 0, b"", 1, False
         for number, line in enumerate(itertools.chain(text_lines(handle, str(file)), [b""]), 1):
             broken = False
@@ -223,7 +224,7 @@ class Documents:
                 first += len(entries)
 
     def identity(self) -> list[Any]:
-        """Name, size and mtime of every file, which must be the same when a run is continued."""
+        """Return the name, size and mtime of every file, which must be unchanged when a run is continued."""
         return stamps(self.files)
 
     def _document(self, entry: Any, where: str) -> Document:
@@ -231,12 +232,12 @@ class Documents:
 
 
 def stamps(files: Sequence[Path]) -> list[Any]:
-    """Name, size and mtime of files."""
+    """Return the name, size and mtime of files."""
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 class Repeated:
-    """A few documents that stand for `count` of them, over and over."""
+    """A few documents that are repeated to simulate `count` documents."""
 
     def __init__(self, documents: Sequence[Document], count: int, *, shown: str) -> None:
         self.rows = Rows(RowsSpec())
@@ -246,11 +247,11 @@ class Repeated:
 
     @property
     def shown(self) -> str:
-        """The name that errors use."""
+        """The name in error messages."""
         return self._shown
 
     def __len__(self) -> int:
-        """The number of documents that are said to be there."""
+        """Return the simulated number of documents."""
         return self._count
 
     def read(self, number: int) -> Document:
@@ -258,20 +259,20 @@ class Repeated:
         return self._documents[number % len(self._documents)]
 
     def where(self, _number: int) -> str:
-        """The place of a document: the text that the model writes."""
+        """Return the place of a document, for errors: the name of the text that the model writes."""
         return self._shown
 
     def identity(self) -> list[Any]:
-        """No run is continued on documents that are only some of a text's."""
+        """Raise NotImplementedError: no run is continued on a sample of a text."""
         raise NotImplementedError
 
 
 def _refuse_one_object(content: bytes, shown: str) -> None:
-    """Raise BadInput where a file is one object of JSON, over several lines."""
+    """Raise BadInput where a file is a single JSON object over several lines."""
     try:
         found = parsed(content, shown, "")
     except BadInput:
-        # Reading line by line says what is wrong.
+        # Reading line by line will report what is wrong.
         return
     key = next((key for key, value in found.items() if isinstance(value, list)), None)
     rows = "" if key is None else f", with a list under `{printable(key, 40)}`: write that list alone, or"
@@ -288,13 +289,13 @@ def _plain(content: bytes, where: str) -> str:
 
 
 def format_of(file: Path) -> str:
-    """Return the ending of a file's name that says its format, the one before `.gz`."""
+    """Return the suffix that gives a file's format: the last one, or the one before `.gz`."""
     suffix = file.suffix.lower()
     return Path(file.stem).suffix.lower() if suffix == ".gz" else suffix
 
 
 def text_files(path: Path) -> list[Path]:
-    """Return the files of a text: the file itself, or those in a folder.
+    """Return the files of a text: the file itself, or the text files in a folder.
 
     Raises BadInput where there is none to read, and for a link that leads out of the folder or to another folder.
     """
@@ -318,9 +319,9 @@ def text_files(path: Path) -> list[Path]:
 
 
 def _texts_below(folder: Path) -> Iterator[Path]:
-    """The files in a folder whose names say that they are texts, in its subfolders too."""
+    """Yield the files in a folder and its subfolders whose suffixes are those of texts."""
     for place, folders, names in os.walk(folder, onerror=_refuse_folder):
-        # Copies by editors, notebooks and macOS are hidden.
+        # Skip hidden files, such as copies made by editors, notebooks and macOS.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if (Path(place) / name).is_symlink():
@@ -340,22 +341,22 @@ def _refuse_folder(error: OSError) -> Never:
     )
 
 
-# Texts unpack to ten times their size, and such as repeat themselves to some more; what is made to fill a disk, to a
-# thousand times. Small files may repeat themselves as they like.
+# Usual texts unpack to ten times their size, repetitive ones to somewhat more; files made to fill a disk to a thousand
+# times. Small files may unpack to any multiple below `_SMALL` bytes.
 _MOST_TIMES, _SMALL = 100, 64 * 1024 * 1024
 _PIECE = 1024 * 1024
 
 
-# Descriptors of what was unpacked in this process, by device, inode, size and time of the compressed file.
+# Descriptors of the unpacked files of this process, by device, inode, size and mtime of the compressed file.
 _HELD: dict[tuple[int, ...], int] = {}
-# A child lets go of them (`surgeon.common.child`) and unpacks for itself.
+# A child process (`surgeon.common.child`) forgets these descriptors and unpacks again itself.
 os.register_at_fork(after_in_child=_HELD.clear)
 
 
 def unpacked(packed: BinaryIO, shown: str) -> BinaryIO:
-    """Open what a file unpacks to, a file without a name that is gone with the process.
+    """Unpack a file to an unnamed temporary file, which disappears with the process, and open it.
 
-    Raises BadInput, which begins with `shown`, for what is damaged, unpacks to too much or to more than there is room.
+    Raises BadInput (prefix `shown`) for a file that is damaged, unpacks to too much, or to more than the disk can hold.
     """
     about = os.fstat(packed.fileno())
     key = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)

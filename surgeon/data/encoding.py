@@ -1,8 +1,8 @@
-"""Documents to tokens, and which tokens the loss is on.
+"""Conversion of documents to tokens, and the choice of tokens that the loss counts.
 
-Of a chat these are what the assistant says, to the end of its turn: three ways, the first that a template allows: its
-own `{% generation %}` blocks; what it writes up to each answer and after it, where that is the beginning of the whole
-chat; the answers' places, by marks around their words.
+In a chat, the loss counts the assistant's words, to the end of the turn. They are found by the first possible of three
+ways: the template's own `{% generation %}` blocks; the text that each answer adds, where the text up to it is a prefix
+of the whole chat; the positions of the answers, found by marks around their words.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from surgeon.models.templates import no_template
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 from surgeon.models.tokens import check_ids
 
-# Marks are characters of Unicode's last private plane, which texts do not hold: of answer n, these and 2n.
+# Marks are characters of Unicode's last private plane, which texts do not contain. Answer n has these plus 2n.
 _BEGIN, _END = 0x100000, 0x100001
 _MARK = re.compile("[\U00100000-\U0010fffd]")
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MOST_MESSAGES = 32_000
-# A mark that is cut off: `<|im_`, `[/IN`.
+# A truncated special token: `<|im_`, `[/IN`.
 _OPEN_MARK = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 
-# Token ids, and whether the loss counts each.
+# Token ids, and for each whether the loss counts it.
 Encoded = tuple[list[int], list[bool]]
-# First and last character of a part of a text, the last excluded.
+# Begin and end (exclusive) of a part of a text, in characters.
 Span = tuple[int, int]
 
 
 class Written:
-    """A chat as a template writes it. Raises BadInput where the template refuses it, or leaves something out."""
+    """A chat rendered by a template. Raises BadInput where the template refuses it, or leaves something out."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, chat: Chat) -> None:
         self.tokenizer = tokenizer
@@ -67,21 +67,21 @@ class Written:
         )
 
     def counted(self) -> Encoded | None:
-        """Return token ids, and whether the loss counts each; None where the template hides the assistant's words."""
+        """Return token ids, and whether the loss counts each; None where the assistant's words cannot be located."""
         return self._by_blocks() if self.has_blocks else self._by_beginnings() or self._by_places()
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the template marks the assistant's words itself."""
+        """Whether the template itself marks the assistant's words with `{% generation %}` blocks."""
         return _GENERATION.search(self.template) is not None
 
     def _by_blocks(self) -> Encoded | None:
-        """Count by the template's own blocks, whose ends are marked in the text and removed again.
+        """Count tokens by the template's own blocks, whose ends are marked in the text and removed again.
 
-        transformers' mask runs to the end of the chat where a block ends in a character that no token covers. None
-        where some answers do not count and blocks are not one for each.
+        The mask by transformers is wrong where a block ends in a character that no token covers: it then runs to the
+        end of the chat. Returns None where some answers do not count and there is not one block for each answer.
         """
-        # A block for a block, so that white space around it is cut as around the template's own.
+        # Replace each block by another block, so that the template trims the white space around it in the same way.
         marking = _GENERATION.sub(
             lambda tag: f"{{%{tag[1]} if true %}}{chr(_END if tag[2] else _BEGIN)}{{% endif {tag[3]}%}}", self.template
         )
@@ -101,20 +101,20 @@ class Written:
         return self._within(text, spans)
 
     def _by_beginnings(self) -> Encoded | None:
-        """Count what each answer adds to its prompt; None where a later turn changes what was written before."""
+        """Count the tokens that each answer adds to its prompt; None where a later turn changes the text before it."""
         whole = self._ids(self.text)
         counted = [False] * len(whole)
         for nth in self._answers:
             if not self.chat.messages[nth].counts:
                 continue
             if nth == 0:
-                # No prompt of no turns can be written, and not all that stands before the words is the answer's.
+                # An empty list of turns has no prompt, and text before the words need not belong to the answer.
                 return None
             try:
                 before = self._ids(self._render(self._turns[:nth], prompt=True))
                 upto = self._ids(self._render(self._turns[: nth + 1]))
             except BadInput:
-                # A template may want what comes later, such as an answer to every call.
+                # A template may require later turns, such as an answer to every call.
                 return None
             if whole[: len(before)] != before or whole[: len(upto)] != upto:
                 return None
@@ -122,9 +122,9 @@ class Written:
         return whole, counted
 
     def _by_places(self) -> Encoded | None:
-        """Count each answer from its prompt's end to its turn's, around its words.
+        """Count the tokens from the end of each answer's prompt to the end of its turn, located by the answer's words.
 
-        None where words are missing, or marks around them change what is written.
+        Returns None where words are missing, or marks around them change the rendered text.
         """
         if not self.tokenizer.is_fast or len(self._turns) > _MOST_MESSAGES:
             return None
@@ -134,13 +134,13 @@ class Written:
         found: list[Span] = []
         last = 0
         for (begin, end), nth in zip(spans, self._answers, strict=True):
-            # A prompt may end in what only some answers begin with (`<think>`): then they begin before it.
+            # The prompt may end in text (`<think>`) with which only some answers begin: then try shorter openings.
             for opening in _beginnings(self._opening(nth)):
                 place = self.text.rfind(opening, last, begin) if opening.strip() else -1
                 if place >= 0:
                     begin = place + len(opening)
                     break
-            # Where another turn follows, what ends the last one need not be there in full.
+            # Where another turn follows, the turn's ending may be incomplete.
             end += next(len(ending) for ending in _beginnings(self._ending(nth)) if self.text.startswith(ending, end))
             if self.chat.messages[nth].counts:
                 found.append((begin, end))
@@ -148,7 +148,7 @@ class Written:
         return self._within(self.text, found)
 
     def _words(self) -> list[Span] | None:
-        """Find each answer's words in the text; a template may cut white space around them."""
+        """Locate each answer's words in the text; a template may strip white space around them."""
         for strip in (str, str.strip, str.rstrip, str.lstrip):
             text, marks = _unmarked(self._render(self._marked(self._turns, strip)))
             first = dict(reversed(marks))
@@ -157,7 +157,7 @@ class Written:
         return None
 
     def _opening(self, nth: int) -> str:
-        """Return what a prompt adds to the turns before answer `nth`; empty where it changes these or is refused."""
+        """Return the text that a prompt adds to the turns before answer `nth`; "" where it changes them or fails."""
         try:
             before = self._render(self._turns[:nth])
             prompt = self._render(self._turns[:nth], prompt=True)
@@ -166,7 +166,7 @@ class Written:
         return prompt.removeprefix(before) if prompt.startswith(before) else ""
 
     def _ending(self, nth: int) -> str:
-        """Return what follows the words of answer `nth` where it is the last; empty where it cannot be the last."""
+        """Return the text that follows the words of answer `nth` as the last turn; "" where it cannot be the last."""
         try:
             marked = self._render(self._marked(self._turns[: nth + 1], str.strip))
         except BadInput:
@@ -192,7 +192,7 @@ class Written:
 
 
 def _with_marks(turn: dict[str, Any], nth: int, strip: Callable[[str], str]) -> dict[str, Any]:
-    """Return answer `nth` with marks around its words; where it has none but calls, around these, from name to name."""
+    """Return answer `nth` with marks around its words; if it has only calls, around the names of its calls."""
     begin, end = chr(_BEGIN + 2 * nth), chr(_END + 2 * nth)
     if turn["content"].strip() or "tool_calls" not in turn:
         return turn | {"content": begin + strip(turn["content"]) + end}
@@ -206,7 +206,7 @@ def _with_marks(turn: dict[str, Any], nth: int, strip: Callable[[str], str]) -> 
 
 
 def _with_calls(turn: dict[str, Any], change: Callable[[int, dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """Return the turn with the function of each of its calls changed."""
+    """Return the turn with `change` applied to the function of each of its calls."""
     if "tool_calls" not in turn:
         return turn
     calls = [call | {"function": change(nth, call["function"])} for nth, call in enumerate(turn["tool_calls"])]
@@ -217,8 +217,8 @@ def _arguments_as_text(_: int, function: dict[str, Any]) -> dict[str, Any]:
     return function | {"arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
 
 
-# A turn as templates want it, tried one after the other: as most do; with a call's arguments as a text (DeepSeek-V3's);
-# with a content of parts (those of models that see, which write no words of a text, or fail on it).
+# Forms of a turn that templates accept, tried in this order: the usual one; a call's arguments as text (DeepSeek-V3);
+# content as a list of parts (templates of vision models, which drop plain text or fail on it).
 _FORMS = (
     lambda turn: turn,
     lambda turn: _with_calls(turn, _arguments_as_text),
@@ -227,7 +227,7 @@ _FORMS = (
 
 
 def _beginnings(text: str) -> Iterator[str]:
-    """Return the text and its beginnings, longest first and the empty one last, none ending within a mark or word."""
+    """Yield the text and its prefixes, from longest to empty; none ends within a special token or a word."""
     yield text
     for length in range(len(text) - 1, -1, -1):
         within_a_word = length and text[length - 1].isalnum() and text[length].isalnum()
@@ -236,17 +236,17 @@ def _beginnings(text: str) -> Iterator[str]:
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text without marks, and each mark with its place."""
-    # As many characters less as there are marks before.
+    """Return the text without marks, and each mark with its position."""
+    # A position counts no marks: subtract the number of marks before it.
     marks = [(ord(match[0]), match.start() - nth) for nth, match in enumerate(_MARK.finditer(text))]
     return _MARK.sub("", text), marks
 
 
 class Encoder:
-    """The tokenizer of a checkpoint. `vocabulary` is the model's: a token beyond it is refused.
+    """An encoder of documents by a checkpoint's tokenizer. `vocabulary` is the model's: larger token ids are refused.
 
-    `template` is how chats are written: the one that was given, else the checkpoint's own (None: it has none).
-    `as_text`: control tokens that stand in a text are read as any other text.
+    `template` is the chat template: the given one, else the checkpoint's own (None: it has none). `as_text`: control
+    tokens in a text are read as ordinary text.
     """
 
     def __init__(self, folder: Path, *, vocabulary: int, template: str | None = None) -> None:
@@ -264,14 +264,14 @@ class Encoder:
         self.as_text = True
 
     def of(self, spec: RowsSpec, template: str | None = None) -> Encoder:
-        """Return an encoder of a source's documents; `template` writes chats where there is no other."""
+        """Return an encoder for a source's documents; `template` renders chats where there is no other template."""
         other = copy.copy(self)
         other.template, other.as_text = self.template or template, spec.as_text
         return other
 
     @property
     def write(self) -> Callable[[Chat], Encoded] | None:
-        """What writes chats, and raises BadInput for one that the template refuses; None without a template."""
+        """The function that renders chats; it raises BadInput for a refused chat. None without a template."""
         return self._chat if self.template else None
 
     def check_chat(self) -> None:
@@ -282,8 +282,8 @@ class Encoder:
     def encode(self, document: Document) -> Encoded:
         """Return token ids, and for each whether the loss counts it. A text ends with the end-of-sequence token.
 
-        Raises BadInput for a token that is no row of the embedding, for a chat template that cannot be masked or
-        refuses the chat, and where template or tokenizer reach a limit of time or memory.
+        Raises BadInput for a token id beyond the embedding's rows, for a chat template that refuses the chat or cannot
+        be masked, and where template or tokenizer exceed a limit of time or memory.
         """
         assert not isinstance(document, Labelled), "an ExampleEncoder's"
         ids, counted = self._text(document) if isinstance(document, str) else self._chat(document)
@@ -299,10 +299,10 @@ class Encoder:
         return [*ids, end] if end is not None and (not ids or ids[-1] != end) else ids
 
     def _chat(self, chat: Chat) -> Encoded:
-        """Return the template's tokens; the loss is on what the assistant says, to the end of its turn.
+        """Return the template's tokens; the loss counts the assistant's words, to the end of the turn.
 
-        A template that writes nothing behind the last answer (GLM-4's) would not teach where to stop: there the
-        end-of-sequence token stands and counts, as behind a text.
+        Some templates write nothing after the last answer (GLM-4's), which would not teach where to stop. Then the
+        end-of-sequence token is appended and counted, as after a text.
         """
         self.check_chat()
         assert self.template is not None

@@ -1,6 +1,6 @@
-"""Labelled texts as examples of a classification: tokens, and the number of the label. One text, one sequence.
+"""Labelled texts as classification examples: tokens, and the label's number. Each text is one sequence.
 
-Their streams are packing's, so that a mixture of them is resumable at every example.
+Their streams are those of `packing`, so a mixture of them is resumable at every example.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from surgeon.models.tokens import check_ids
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Two words that any tokenizer knows some tokens for.
+# Two words for which any tokenizer has tokens.
 _FIRST, _SECOND = "one", "two"
 _MOST_NAMED = 20
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, to which of two texts each belongs (None: the model does not ask), and the number of the label."""
+    """Token ids, for each the number of its text (0 or 1; None: the model does not use it), and the label's number."""
 
     ids: list[int]
     types: list[int] | None
@@ -36,23 +36,23 @@ class Example:
 
 
 class ExampleEncoder:
-    """Makes examples of at most `length` tokens, by a checkpoint's tokenizer and the labels of its head."""
+    """An encoder of examples with at most `length` tokens, by a checkpoint's tokenizer and its head's labels."""
 
     def __init__(self, tokenizer: Tokenizer, config: Mapping[str, Any], *, length: int, vocabulary: int) -> None:
-        """`config` is the checkpoint's config.json; a token beyond its `vocabulary` is refused."""
+        """Store the settings: `config` is the checkpoint's config.json; token ids beyond `vocabulary` are refused."""
         self.tokenizer = tokenizer
         self.length = length
         self.vocabulary = vocabulary
         self.labels = label_names(config)
         pad = config.get("pad_token_id")
-        # Where config.json names none, the mask alone says which tokens are padding.
+        # Where config.json names no padding token, only the mask marks padding.
         self.pad = pad if type(pad) is int and pad >= 0 else 0
         types = config.get("type_vocab_size")
         self.types = type(types) is int and types > 1
         self._joins: bool | None = None
 
     def encode(self, document: Labelled, name: str) -> Example:
-        """Encode one document of the source `name`. Raises BadInput for an unknown label or a pair it cannot read."""
+        """Encode one document of the source `name`. Raises BadInput for an unknown label or an unusable text pair."""
         number = self.number_of(document, name)
         ids, types = self.tokenizer.example(document.text, document.pair, self.length)
         check_ids(ids, self.tokenizer, rows=self.vocabulary)
@@ -64,9 +64,9 @@ class ExampleEncoder:
         return Example(ids, types if self.types else None, number)
 
     def number_of(self, document: Labelled, name: str) -> int:
-        """Return the number of a document's label: a name's place among the head's, or the number itself.
+        """Return the number of a document's label: a name's position among the head's labels, or the number itself.
 
-        Raises BadInput for one that the head does not have, and for a pair that the tokenizer cannot join.
+        Raises BadInput for a label that the head lacks, and for a pair that the tokenizer cannot join.
         """
         if document.pair is not None:
             self._check_pairs(name)
@@ -82,7 +82,7 @@ class ExampleEncoder:
         )
 
     def _check_pairs(self, name: str) -> None:
-        """Raise BadInput where the tokenizer puts nothing between two texts, which no model could tell apart."""
+        """Raise BadInput where the tokenizer puts no separator between two texts: no model could tell them apart."""
         if self._joins is None:
             ids, types = self.tokenizer.example(_FIRST, _SECOND, 2**16)
             special = set(self.tokenizer.all_special_ids) - set(self._alone(_FIRST)) - set(self._alone(_SECOND))
@@ -137,9 +137,9 @@ def _labelled(documents: Corpus, number: int) -> Labelled:
 
 
 def batch_of_examples(examples: Sequence[Example], *, pad: int) -> dict[str, Tensor]:
-    """Return `input_ids`, `attention_mask`, `token_type_ids` if used (examples, longest), `labels` (examples); int64.
+    """Return a batch of int64 tensors: `input_ids`, `attention_mask`, `token_type_ids` if used, and `labels`.
 
-    Shorter examples are padded at their end.
+    `labels` has the shape (examples), the others (examples, longest). Shorter examples are padded at the end.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Text that a model generates: prompts as tokens, the tokens that end it, and transformers' `generate` with a cache.
+"""Text generation: prompts as tokens, the tokens that end a text, and transformers' `generate` with a cache.
 
-Only what is given here decides how tokens are chosen and when it ends: a checkpoint's own generation settings, which
-may sample, search or go on for long, are left out, but for the tokens that end a text.
+Only the arguments here decide how tokens are chosen and when generation ends. A checkpoint's own generation settings,
+which may sample, search or continue for long, are ignored, except for the tokens that end a text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.models.load import running
 from surgeon.models.tokenizer import open_tokenizer
 
-# What stands for somebody's words in a template, to find what is before and behind them; a user's, an assistant's.
+# A placeholder for a speaker's words, to find the template's text before and after them: a user's, an assistant's.
 _WORDS = "\uf8e0words\uf8e0"
 QUESTION = [{"role": "user", "content": _WORDS}]
 ANSWER = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WORDS}]
@@ -29,16 +29,16 @@ _SETTINGS = "generation_config.json"
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens that were written, without the one that ends them, and whether that came."""
+    """Generated tokens, without the token that ends them, and whether that token came."""
 
     ids: list[int]
     ended: bool
 
 
 class Prompter:
-    """The tokenizer and chat template of a checkpoint, as generation needs them.
+    """A checkpoint's tokenizer and chat template, as generation needs them.
 
-    `ends` are the model's tokens that end a text, by tokenizer, config.json and generation_config.json.
+    `ends` are the token ids that end a text, by tokenizer, config.json and generation_config.json.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -53,7 +53,7 @@ class Prompter:
         self.ends = self._ends()
 
     def continuing(self, beginning: str) -> list[int]:
-        """Return the tokens of a text to go on with: the token by which a tokenizer closes a text is left out."""
+        """Return the tokens of a text to continue, without the token with which a tokenizer closes a text."""
         ids = self.tokenizer.ids(beginning)
         return ids[:-1] if ids and ids[-1] in self.ends else ids
 
@@ -63,23 +63,23 @@ class Prompter:
         return self.tokenizer.ids(written, special=False)
 
     def words(self, ids: Sequence[int], *, ended: bool) -> str:
-        """Return the text of tokens, special ones left out."""
+        """Return the text of tokens, without special tokens."""
         text = self.tokenizer.decode([token for token in ids if token not in self.special])
-        # Cut off, it may end within a character.
+        # A text that was cut off may end within a character.
         return text if ended else text.rstrip("\ufffd")
 
     def around_words(self, turns: list[dict[str, str]]) -> tuple[str, str] | None:
-        """Return what the template writes before and behind the words in `QUESTION` or `ANSWER`.
+        """Return the template's text before and after the words in `QUESTION` or `ANSWER`.
 
-        None where it does not write them as they are.
+        None where the template does not write the words unchanged.
         """
         before, found, behind = self.tokenizer.render(turns).rpartition(_WORDS)
         return (before, behind) if found else None
 
     def end_of_turn(self, turns: list[dict[str, str]]) -> set[int] | None:
-        """Return the special token by which the template ends those words; an empty set where there is none.
+        """Return the special token with which the template ends the words, as a set; an empty set where there is none.
 
-        None where it does not write them as they are.
+        None where the template does not write the words unchanged.
         """
         around = self.around_words(turns)
         if around is None:
@@ -94,7 +94,7 @@ class Prompter:
         for config in configs:
             given = config.get("eos_token_id")
             found += given if isinstance(given, list) else [given]
-        # No other id can be generated, or stand for padding: -1 means none.
+        # Other ids can be neither generated nor used as padding; -1 means none.
         rows = vocabulary_of(self.folder.config) or sys.maxsize
         return {token for token in found if type(token) is int and 0 <= token < rows}
 
@@ -104,10 +104,10 @@ def continued(model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most
 
     Args:
         model: A loaded model.
-        prompts: Token ids, padded to one batch.
-        ends: Tokens that end what is written.
-        most: The most tokens that are written.
-        how: Fields of transformers' GenerationConfig; without any, the likeliest token is taken each time.
+        prompts: Token ids, which are padded to one batch.
+        ends: Token ids that end a generated text.
+        most: The most tokens to generate.
+        how: Fields of transformers' GenerationConfig; without any, decoding is greedy.
 
     Raises:
         BadInput: The model cannot be run.
@@ -125,7 +125,7 @@ def continued(model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most
         pad_token_id=pad,
         use_cache=True,
     )
-    # transformers fills what is not set here with the model's own settings, which config.json may have.
+    # Else transformers would fill unset fields from the model's own settings, which config.json may contain.
     model.generation_config = config
     with torch.no_grad(), running(model):
         made = model.generate(ids, attention_mask=mask, generation_config=config)

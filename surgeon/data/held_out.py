@@ -1,4 +1,4 @@
-"""The documents of a source that losses are measured on: all of a text, or what training holds out of it."""
+"""The documents of a source on which losses are measured: a whole text, or the part that training holds out."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from surgeon.data.specs import SourceSpec, TextSpec
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The documents of one source that are scored, by their numbers.
+    """The scored documents of one source, by their numbers.
 
-    `template` is how chats are written for a model that has no chat template; None: such a model is refused.
+    `template` is the chat template for a model that has none; None: such a model is refused.
     """
 
     name: str
@@ -30,7 +30,7 @@ class HeldOut:
         return len(self.numbers)
 
     def sample(self, most: int) -> HeldOut:
-        """Return a fixed random choice of at most `most` documents, in their order."""
+        """Return a fixed random choice of at most `most` documents, in their original order."""
         drawn = generator(0, "evaluated", 0).permutation(len(self))[:most]
         return replace(self, numbers=self.numbers[np.sort(drawn)])
 
@@ -42,17 +42,17 @@ def held_out_text(
     template: str | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> HeldOut | None:
-    """Open a source and return the documents that losses are measured on.
+    """Open a source and return the documents on which losses are measured.
 
     Args:
-        source: A text, which is measured whole, or a training source, of which `train` holds some documents out: they
-            are the same for every seed.
+        source: A text, which is measured whole, or a training source, of which `train` holds out the same documents for
+            every seed.
         named_by: The file that names the source; relative paths start there.
-        template: How chats are written for a model that has no chat template.
-        say: Receives a line about blank documents, and one that says why there is nothing to measure.
+        template: The chat template for a model that has none.
+        say: Receives a line about blank documents, or one on why there is nothing to measure.
 
     Returns:
-        The documents, or None where a training source holds none out, or the model is to write its text.
+        The documents, or None where a training source holds none out, or where the model will write its text.
 
     Raises:
         BadInput: The text cannot be read.

@@ -1,4 +1,4 @@
-"""The entries of a JSON file that holds a list, one after the other: no more than one of them is in memory."""
+"""The entries of a JSON list in a file, one after another: at most one entry is in memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from surgeon.errors import BadInput, printable
 
 _PIECE = 64 * 1024
 _SPACE = re.compile(rb"[ \t\n\r]*")
-# A bracket, or a string; one that is not closed goes to the end.
+# A bracket, or a string; a string that is not closed extends to the end.
 _TOKEN = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)', re.DOTALL)
 _SCALAR_ENDS = re.compile(rb"[,\]}\s]")
 _AGAIN = "get the file again, or leave it out"
 
 
 def entries_of(file: BinaryIO, shown: str) -> Iterator[tuple[int, int, int, Any]]:
-    """Yield begin and end in bytes, the line, and the value of every entry.
+    """Yield every entry's begin and end in bytes, its line, and its value.
 
-    Raises BadInput, which begins with `shown` (the file's name), for what is no list, no JSON or no UTF-8, and for an
-    entry of more than `MAX_DOCUMENT_BYTES`.
+    Raises BadInput (prefix `shown`, the file's name) where the file is no list, no JSON or not UTF-8, and for an entry
+    of more than `MAX_DOCUMENT_BYTES`.
     """
     read = _Reader(file, shown)
     if read.next_byte(mark=True) != b"[":
@@ -50,7 +50,7 @@ def entries_of(file: BinaryIO, shown: str) -> Iterator[tuple[int, int, int, Any]
 
 
 class _Reader:
-    """A file that is read forwards; `place` is the next byte, `line` its line."""
+    """A file that is read forwards; `place` is the position of the next byte, `line` its line."""
 
     def __init__(self, file: BinaryIO, shown: str) -> None:
         self._file = file
@@ -60,7 +60,7 @@ class _Reader:
         self.line = 1
 
     def _more(self) -> bool:
-        """Read as much again as is in memory, which is the beginning of one value; False at the end of the file."""
+        """Read more, at least as much as is in memory (the beginning of one value); return False at the file's end."""
         self._check_length(len(self._held))
         found = self._file.read(max(_PIECE, len(self._held)))
         self._held += found
@@ -71,13 +71,16 @@ class _Reader:
             raise too_long(f"{self._shown}:{self.line}", "this entry")
 
     def pass_over(self, count: int) -> None:
-        """Go on by so many bytes, which are in memory."""
+        """Advance by `count` bytes, which must be in memory."""
         self.line += self._held.count(b"\n", 0, count)
         del self._held[:count]
         self.place += count
 
     def next_byte(self, *, mark: bool = False) -> bytes:
-        """Return the next byte that is no white space, without passing it; none at the end. `mark`: after UTF-8's."""
+        """Return the next non-space byte without consuming it; b"" at the end.
+
+        With `mark`, first skip a UTF-8 byte order mark.
+        """
         if mark:
             while len(self._held) < len(codecs.BOM_UTF8) and self._more():
                 pass
@@ -94,14 +97,14 @@ class _Reader:
         return self._held[:count].decode("utf-8", "replace")
 
     def value(self) -> Any:
-        """Return the value that begins here, and pass over it."""
+        """Return the value that begins here, and advance past it."""
         content = bytes(self._held[: self._end()])
         found = parsed(content, f"{self._shown}:{self.line}", _AGAIN)
         self.pass_over(len(content))
         return found
 
     def _end(self) -> int:
-        """Find the end of the value that begins here, or of the file."""
+        """Return the end of the value that begins here, or of the file."""
         if bytes(self._held[:1]) not in (b"{", b"[", b'"'):
             while (found := _SCALAR_ENDS.search(self._held)) is None and self._more():
                 pass
@@ -109,7 +112,7 @@ class _Reader:
         at = depth = 0
         while True:
             found = _TOKEN.search(self._held, at)
-            # A string that is not closed in what is in memory may be closed behind it.
+            # A string that is not closed in the bytes in memory may be closed later in the file.
             if found is None or found[0][:1] == b'"' != found[1]:
                 at = len(self._held) if found is None else found.start()
                 if not self._more():

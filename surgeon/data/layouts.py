@@ -1,8 +1,8 @@
-"""Layouts of data files: the keys under which an entry holds a text, a chat or a labelled text.
+"""Layouts of data files: the keys of an entry that contain a text, a chat or a labelled text.
 
-`text`; with a label, `text` (and `text_pair`) and `label`; and of chats: lists of messages (OpenAI's and TRL's, of
-`role` and `content`, ShareGPT's, of `from` and `value`), and pairs of what is asked and answered, as Alpaca, Dolly and
-TRL have them (texts, or lists of messages).
+A text is under `text`; a labelled text has `text` (and `text_pair`) and `label`. Chats are lists of messages (OpenAI's
+and TRL's with `role` and `content`, ShareGPT's with `from` and `value`), or pairs of question and answer, as in Alpaca,
+Dolly and TRL (texts, or lists of messages).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
 
 TEXT = "text"
-# Of a text with a label: what the label stands under, and a second text.
+# Keys of a labelled text: the label, and a second text.
 LABEL, PAIR = "label", "text_pair"
-# Of a chat: keys of the list of messages, the first that is there; of what is asked, and of the answer; pairs of which
-# no other is meant; what may stand beside them.
+# Keys of a chat: lists of messages (the first that exists is used); questions; answers; unambiguous pairs of question
+# and answer, which are preferred; keys that may accompany them.
 _LISTS = ("messages", "conversations", "conversation", "contents")
 _ASKS = ("instruction", "prompt", "question", "query", "problem", "input")
 _ANSWERS = ("output", "completion", "response", "answer", "solution")
@@ -27,7 +27,7 @@ _USUAL = (("instruction", "output"), ("prompt", "completion"))
 _MORE, _HISTORY = ("input", "context"), "history"
 _SYSTEM, _TOOLS = ("system", "system_prompt"), "tools"
 _BESIDE = (*_SYSTEM, _TOOLS)
-# Answers of which one is preferred: those of DPO and its kin, which need another loss.
+# Pairs of preferred and rejected answers, for DPO and similar methods, which need another loss.
 _PREFERRED = ("chosen", "rejected")
 _PREFERENCES = (
     "`chosen` and `rejected` are preferences, which the output learns from through TRL's DPOTrainer"
@@ -38,7 +38,7 @@ _FIELD = "give the source `field: KEY`"
 
 @dataclass(frozen=True)
 class Labelled:
-    """A text, or two, and what it is to be called: a label's name, or its number."""
+    """A text, or two texts, and its label: a name, or a number."""
 
     text: str
     pair: str | None
@@ -49,7 +49,7 @@ Document = str | Chat | Labelled
 
 
 def said_in(document: Document) -> list[str]:
-    """Return a text, or two, or all that is said in a chat."""
+    """Return the texts of a document: a text, two texts, or the contents of a chat's messages."""
     if isinstance(document, Chat):
         return [message.content for message in document.messages]
     return [document] if isinstance(document, str) else [document.text, document.pair or ""]
@@ -57,7 +57,7 @@ def said_in(document: Document) -> list[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The keys that hold a document, those that may be beside them, and what makes the document of an entry."""
+    """The keys that contain a document, keys that may accompany them, and a function that reads the document."""
 
     needs: tuple[str, ...]
     may: tuple[str, ...]
@@ -65,7 +65,7 @@ class Layout:
 
 
 def _said(key: str, spec: RowsSpec) -> Layout:
-    """A text under a key, with its label where the kind has labels; without a kind, messages where it holds these."""
+    """Return the layout of a text under `key`: with a label for the kind `labels`; without a kind, also of messages."""
 
     def read(entry: Mapping[str, Any], where: str) -> Document:
         if spec.kind is None and _has_messages(entry[key]):
@@ -84,9 +84,10 @@ def _listed(key: str) -> Layout:
 
 
 def _answered(asks: str, answers: str, more: Sequence[str] = ()) -> Layout:
-    """What is asked and what is answered: texts, or lists of messages, of which the prompt's do not count, as in TRL.
+    """Return the layout of a question and an answer: texts, or lists of messages.
 
-    What stands under `more` (Alpaca's `input`) follows a text after an empty line; turns before it are its `history`.
+    The question's messages never count, as in TRL. The value under a `more` key (Alpaca's `input`) is appended to the
+    question after an empty line. Earlier turns are under `history`.
     """
 
     def read(entry: Mapping[str, Any], where: str) -> Chat:
@@ -107,7 +108,7 @@ def _answered(asks: str, answers: str, more: Sequence[str] = ()) -> Layout:
 
 
 def _history(entry: Mapping[str, Any], where: str) -> list[Message]:
-    """Make messages of the turns before, which LLaMA-Factory keeps as pairs of question and answer."""
+    """Return earlier turns as messages; LLaMA-Factory stores them as pairs of question and answer."""
     pairs = entry.get(_HISTORY) or []
     if not isinstance(pairs, Sequence) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadInput(
@@ -121,7 +122,7 @@ def _history(entry: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _chat(entry: Mapping[str, Any], turns: Sequence[Message], where: str) -> Chat:
-    """Make a chat of turns and what stands beside them. Raises BadInput where nothing in it would count."""
+    """Return a chat of turns and the entry's system text and tools. Raises BadInput where the loss counts nothing."""
     messages = [
         *(Message("system", _text(entry[key], key, where)) for key in _SYSTEM if entry.get(key)),
         *turns,
@@ -138,7 +139,7 @@ def _chat(entry: Mapping[str, Any], turns: Sequence[Message], where: str) -> Cha
 
 
 def _layouts_of(names: Collection[str], spec: RowsSpec) -> list[Layout]:
-    """Return the layouts by which rows with these keys may be read: the one that is asked for, or all that fit."""
+    """Return the layouts that fit rows with these keys: the requested one, or all that fit."""
     if isinstance(spec.field, list):
         return [_answered(*spec.field)] if {*spec.field} <= {*names} else []
     if spec.field is not None:
@@ -152,17 +153,17 @@ def _layouts_of(names: Collection[str], spec: RowsSpec) -> list[Layout]:
 def _chats_of(names: Collection[str]) -> list[Layout]:
     listed = [_listed(key) for key in _LISTS if key in names]
     asks = [key for key in _ASKS if key in names]
-    # What is asked may have an `input` beside it.
+    # `input` and `context` are questions only where no other question key exists.
     pairs = [
         (key, answer) for key in asks if asks == [key] or key not in _MORE for answer in _ANSWERS if answer in names
     ]
     usual = [pair for pair in _USUAL if pair in pairs]
-    # A prompt holds all that is asked.
+    # A `prompt` contains the whole question, so further keys are not appended.
     return listed[:1] or [_answered(*pair, () if pair[0] == "prompt" else _MORE) for pair in usual[:1] or pairs]
 
 
 def layout_of(names: Collection[str], spec: RowsSpec, where: str) -> Layout:
-    """Find by which layout rows with these keys are read. Raises BadInput where there is none, or more than one."""
+    """Return the layout for rows with these keys. Raises BadInput where none fits, or more than one."""
     found = _layouts_of(names, spec)
     if len(found) == 1:
         return found[0]
@@ -189,20 +190,20 @@ def layout_of(names: Collection[str], spec: RowsSpec, where: str) -> Layout:
 
 
 def columns_of(names: Sequence[str], spec: RowsSpec, where: str) -> list[str]:
-    """Find the columns of a table that hold the documents. Raises BadInput as `layout_of` does."""
+    """Return the columns of a table that contain the documents. Raises BadInput as `layout_of` does."""
     layout = layout_of(names, spec, where)
     return [name for name in names if name in (*layout.needs, *layout.may)]
 
 
 def document_of(entry: Any, spec: RowsSpec, where: str) -> Document:
-    """Make a document of an entry of a file, or a row of a table. Raises BadInput, which begins with `where`."""
+    """Make a document from an entry of a file, or a row of a table. Raises BadInput (prefix `where`)."""
     if not isinstance(entry, Mapping):
         raise BadInput(f"{printable(where)}: no JSON object ({printable(repr(entry), 40)}); write one a document")
     return layout_of(entry, spec, where).read(entry, where)
 
 
 def _labelled(text: str, entry: Mapping[str, Any], where: str) -> Labelled:
-    """Make a labelled text, with a second text where there is one."""
+    """Return a labelled text, with a second text where the entry has one."""
     label, pair = entry.get(LABEL), entry.get(PAIR)
     if label is None:
         raise BadInput(
@@ -218,7 +219,7 @@ def _labelled(text: str, entry: Mapping[str, Any], where: str) -> Labelled:
 
 def _turns(value: Any, shown: str, where: str) -> list[Message]:
     if isinstance(value, Mapping) and _has_messages(value):
-        # A feature `Sequence` of structs of `datasets` is kept as a struct of lists, which are of one length.
+        # `datasets` stores a `Sequence` of structs as a struct of lists of equal length.
         value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=False)]
     if not isinstance(value, list) or not value:
         way = "write the list itself, not its text" if isinstance(value, str) else f"{_FIELD} with another key"
@@ -236,7 +237,7 @@ def _text(value: Any, key: str, where: str) -> str:
 
 
 def _has_messages(value: Any) -> bool:
-    """Whether a value is a list of objects, or columns of one."""
+    """Return whether a value is a list of objects, or the columns of such a list."""
     if isinstance(value, Mapping):
         return all(isinstance(column, list) for column in value.values())
     return isinstance(value, list) and any(isinstance(part, Mapping) for part in value)

@@ -1,7 +1,7 @@
-"""Sequences of one length, packed from documents: the same for the same seed, resumable at every sequence.
+"""Packing of documents into sequences of one length: deterministic for a seed, resumable at every sequence.
 
-A source's position is three numbers (pass, document, tokens used of it), a mixture's position those of its sources
-and a credit for each; no buffer is kept, so a checkpoint of the data is a few hundred bytes.
+A source's position is three numbers (pass, document, tokens used of it). A mixture's position is those of its sources
+plus a credit for each. There is no buffer, so a checkpoint of the data is a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Packing = Literal["isolated", "joined"]
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Token ids, labels and positions (each a list of the same length), and the domain they belong to."""
+    """Token ids, labels and positions (lists of the same length), and the number of their source's domain."""
 
     ids: list[int]
     labels: list[int]
@@ -42,10 +42,11 @@ class PackedSequence:
 
 
 class Packer:
-    """Cuts a run of documents into sequences of `length` tokens; the rest of a document continues in the next one.
+    """A packer that cuts a run of documents into sequences of `length` tokens.
 
-    `isolated`: positions begin at 0 with every document, which lets attention keep documents apart, and the first token
-    of a document is not predicted from the document before. `joined`: one text after the other.
+    A document that does not fit continues in the next sequence. `isolated`: positions begin at 0 with every document,
+    which lets attention keep documents apart, and the first token of a document is not predicted from the document
+    before. `joined`: documents follow each other as one text.
     """
 
     def __init__(self, length: int, packing: Packing, domain: int) -> None:
@@ -65,7 +66,7 @@ class Packer:
         return self.length - len(self.ids)
 
     def add(self, encoded: Encoded, begin: int) -> int:
-        """Add a document's tokens from token `begin` on, as many as there is room for; returns how many."""
+        """Add a document's tokens from token `begin` on, as many as fit; return how many."""
         ids, counted = (part[begin : begin + self.room] for part in encoded)
         labels = [token if count else IGNORED_LABEL for token, count in zip(ids, counted, strict=True)]
         if self.packing == "isolated" and labels:
@@ -94,9 +95,10 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Stream(ABC, Generic[_T]):
-    """The endless sequences or examples of one source: documents in a new random order for every pass.
+    """The endless sequences or examples of one source; every pass has a new random order of documents.
 
-    Resumable between any two. `used` are tokens: of the document at `position`, or of all examples so far, unpadded.
+    Resumable between any two items. `used` counts tokens: of the document at `position`, or of all examples so far,
+    without padding.
     """
 
     name: str
@@ -111,29 +113,29 @@ class Stream(ABC, Generic[_T]):
 
     @abstractmethod
     def next(self) -> _T:
-        """Return the next one."""
+        """Return the next sequence or example."""
 
     @abstractmethod
     def amount(self) -> int:
-        """Count what one pass has: tokens, or examples."""
+        """Count the tokens, or examples, of one pass."""
 
     def state(self) -> list[int]:
-        """The position between two."""
+        """Return the position between two items."""
         return [self.epoch, self.position, self.used]
 
     def restore(self, state: Sequence[int]) -> None:
-        """Go to the position `state`."""
+        """Return to the position `state`."""
         self.epoch, self.position, self.used = state
         self._order = None
 
     def _number(self) -> int:
-        """The number of the document at the position."""
+        """Return the number of the document at the position."""
         if self._order is None:
             self._order = generator(self.seed, self.name, self.epoch).permutation(self.numbers)
         return int(self._order[self.position])
 
     def _step(self) -> bool:
-        """Go on to the next document; return whether it is the first of a new pass."""
+        """Advance to the next document; return whether it is the first of a new pass."""
         self.position += 1
         if self.position < len(self.numbers):
             return False
@@ -172,7 +174,7 @@ class SourceStream(Stream[PackedSequence]):
         return sum(len(self.encoder.encode(self.documents.read(int(number)))[0]) for number in self.numbers)
 
     def lengths(self) -> Iterator[tuple[int, int]]:
-        """Tokens and UTF-8 bytes of the documents in the order in which they are drawn, pass after pass."""
+        """Yield the tokens and UTF-8 bytes of the documents in the order in which they are drawn, pass after pass."""
         for epoch in itertools.count():
             for number in generator(self.seed, self.name, epoch).permutation(self.numbers):
                 document = self.documents.read(int(number))
@@ -188,7 +190,7 @@ class SourceStream(Stream[PackedSequence]):
 
 
 def one_pass(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
-    """Sequences of a source, `count` at most, and as many as are made of one pass of its documents."""
+    """Yield a source's sequences: at most `count`, and at most those of one pass over its documents."""
     epoch = stream.epoch
     for _ in range(count):
         yield stream.next()
@@ -197,14 +199,14 @@ def one_pass(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
 
 
 class Mixture(Generic[_T]):
-    """Sequences of several sources by their shares: the source that is furthest behind its share comes next."""
+    """Sequences of several sources by their shares: the next one comes from the source furthest behind its share."""
 
     def __init__(self, streams: Sequence[Stream[_T]], shares: Sequence[float], *, seed: int) -> None:
-        # Some of those who make mixtures of text look at its packers.
+        # Typed as Any because some callers with text mixtures access the streams' packers.
         self.streams: list[Any] = list(streams)
         total = sum(shares)
         self.shares = [share / total for share in shares]
-        # The first source is drawn by the seed, so that runs of other seeds differ in it too.
+        # The seed also determines the first source, so that runs with other seeds differ in it.
         self.credits = [float(credit) for credit in generator(seed, "mixture", 0).random(len(self.streams))]
         self.taken = [0] * len(self.streams)
 
@@ -218,7 +220,7 @@ class Mixture(Generic[_T]):
         return taken
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON data."""
+        """Return the position, as JSON data."""
         return {
             "credits": self.credits,
             "taken": self.taken,
@@ -226,7 +228,7 @@ class Mixture(Generic[_T]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to the position `state`."""
+        """Return to the position `state`."""
         self.credits, self.taken = list(state["credits"]), list(state["taken"])
         for stream in self.streams:
             stream.restore(state["sources"][stream.name])
@@ -259,7 +261,10 @@ class Batches(Generic[_T]):
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:
-    """Return `input_ids`, `labels`, `position_ids` (sequences, length), `domain_ids` (sequences) if given; int64."""
+    """Return a batch of int64 tensors: `input_ids`, `labels`, `position_ids`, and `domain_ids` if `domains` is set.
+
+    `domain_ids` has the shape (sequences), the others (sequences, length).
+    """
     import torch
 
     batch = {
@@ -275,7 +280,7 @@ def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> di
 def held_out(
     documents: Corpus, numbers: Sequence[int], encoder: Encoder, packer: Packer, *, most: int
 ) -> list[PackedSequence]:
-    """Return at most `most` full sequences from the documents `numbers`, in order; a shorter one where none is full."""
+    """Return at most `most` full sequences from the documents `numbers`, in order; if none is full, a shorter one."""
     found: list[PackedSequence] = []
     for number in numbers:
         encoded = encoder.encode(documents.read(int(number)))
@@ -294,7 +299,7 @@ def held_out(
 
 
 def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw the numbers of documents to train on and to hold out; the same ones are held out for every seed of the run.
+    """Return the numbers of documents to train on and to hold out; the choice does not depend on the run's seed.
 
     Where `share` is above 0, at least one is held out and at least one is left. Raises BadInput for a single document.
     """
@@ -312,6 +317,6 @@ def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int
 
 
 def generator(seed: int, name: str, number: int) -> np.random.Generator:
-    """Make a generator for one purpose, from the run's seed, a name and a number."""
+    """Return a random generator for one purpose, derived from the run's seed, a name and a number."""
     digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "little"))

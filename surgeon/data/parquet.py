@@ -1,9 +1,8 @@
-"""Rows of parquet files, which pyarrow reads in a process of its own with limits of time and memory.
+"""Rows of parquet files, read by pyarrow in a child process with limits of time and memory.
 
-What pages unpack to is known when they are unpacked: nothing compares what a file says of it with what it holds.
-
-The memory that rows of an Arrow table take as Python values is computed before any is made: a file of a few bytes may
-say one long text a million times, or a list of a billion nulls: Arrow keeps such columns as they are written, Python
+The unpacked size of a page is known only after unpacking, because nothing compares a file's metadata with its content.
+The memory that rows of an Arrow table take as Python values is computed before any value is made: a file of a few bytes
+may repeat one long text a million times, or contain a list of a billion nulls. Arrow keeps such columns compact, Python
 does not.
 """
 
@@ -23,21 +22,21 @@ from surgeon.common.child import Child, Failed, Limited
 from surgeon.common.installation import lacking
 from surgeon.errors import BadInput, printable
 
-# Of row groups that were read so many bytes stay in memory.
+# The bytes of row groups that stay in memory after reading.
 _KEPT = 1024 * 1024 * 1024
 _AGAIN = "get the file again, or leave it out"
 _BATCH = 1024
 
 
 class ParquetFiles:
-    """Parquet files by their numbers, each opened by `open_file` in the child that reads them.
+    """Parquet files by number, each opened by `open_file` in the child process that reads them.
 
     Raises BadInput where pyarrow is not installed.
     """
 
     def __init__(self, files: Mapping[int, Path], open_file: Callable[[Path], BinaryIO]) -> None:
         self._shown = {number: printable(str(file)) for number, file in files.items()}
-        # Here, so that no child has to import it for itself.
+        # Imported in the parent, so that no child has to import it itself.
         try:
             import pyarrow.parquet  # noqa: F401
         except ImportError:
@@ -46,7 +45,10 @@ class ParquetFiles:
         self._child = Child(lambda: _Reader(files, open_file).answer)
 
     def head(self, file: int) -> tuple[list[str], int]:
-        """Return the names of a file's columns, and the number of its row groups. Raises BadInput where it has none."""
+        """Return a file's column names and its number of row groups.
+
+        Raises BadInput where it is no readable parquet file.
+        """
         try:
             names, groups = self._child.ask(file)
         except (Limited, Failed) as error:
@@ -56,7 +58,7 @@ class ParquetFiles:
     def rows(
         self, file: int, group: int, columns: Sequence[str], first: int, most: int | None = None
     ) -> list[dict[str, Any]]:
-        """Return rows of a row group from the number `first` on: few, at most `most`; none behind the last.
+        """Return a few rows of a row group from number `first` on, at most `most`; an empty list after the last row.
 
         Raises BadInput where the group, or a row of it, is damaged or too large.
         """
@@ -74,12 +76,12 @@ class ParquetFiles:
 
 
 class _Reader:
-    """What the child keeps: the file that it last opened; tables of row groups, with the ends of their pieces."""
+    """The child's state: the file that it last opened, and tables of row groups with the ends of their pieces."""
 
     def __init__(self, files: Mapping[int, Path], open_file: Callable[[Path], BinaryIO]) -> None:
         import pyarrow
 
-        # Arrow's own pools take address space before they use it.
+        # Arrow's own memory pools reserve address space in advance, which the limit would count.
         pyarrow.set_memory_pool(pyarrow.system_memory_pool())
         self._files = files
         self._open_file = open_file
@@ -89,7 +91,7 @@ class _Reader:
     def answer(
         self, file: int, group: int | None = None, columns: Sequence[str] = (), first: int = 0, most: int | None = None
     ) -> Any:
-        """Answer a question of `ParquetFiles`: one of a file alone asks for its head."""
+        """Answer a question of `ParquetFiles`; a question with only a file asks for the file's head."""
         if group is None:
             _, footer = self._open(file)
             return footer.schema_arrow.names, footer.num_row_groups
@@ -100,7 +102,7 @@ class _Reader:
         return table.slice(first, min(end - first, most or end)).to_pylist()
 
     def _open(self, file: int) -> tuple[BinaryIO, Any]:
-        """Return a file and its footer, a `ParquetFile`."""
+        """Return a file handle and the file's footer, a `ParquetFile`."""
         import pyarrow.parquet
 
         if file not in self._opened:
@@ -113,7 +115,7 @@ class _Reader:
 
         handle, footer = self._open(file)
         chunks = footer.metadata.row_group(group)
-        # Texts that a file says once and repeats by number stay so until they are looked at one by one.
+        # Keep dictionary-encoded texts encoded until single rows are read.
         texts = [
             chunk.path_in_schema
             for chunk in map(chunks.column, range(chunks.num_columns))
@@ -133,26 +135,26 @@ class _Reader:
         self._kept[file, group] = table, ends
 
 
-# About what a value takes beside its text: an object, and its place in a list or a dict.
+# The approximate bytes of a value in addition to its text: an object, and its slot in a list or dict.
 _A_VALUE = 64
 _DEEPEST = 32
-# Rows become Python values so many bytes at a time.
+# The bytes of Python values that are made at a time.
 _PIECE = 4 * 1024 * 1024
 
 
 def pieces_of(batch: Any, where: str, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of so many rows of a `pyarrow.RecordBatch` that they take little memory as Python values.
+    """Yield (begin, end) of runs of rows of a `pyarrow.RecordBatch` that each take little memory as Python values.
 
-    The first row has the number `first`. Raises BadInput, which begins with `where`, for a row that takes more than a
-    document may and for a column of a type that holds no texts, and pyarrow's errors or ValueError for damaged ones, as
-    far as a reader of files left any.
+    The first row has the number `first`. Raises BadInput (prefix `where`) for a row larger than a document may be and
+    for a column whose type cannot contain texts, and pyarrow's errors or ValueError for damage that the file's reader
+    missed.
     """
     pieces = np.cumsum(check_sizes(batch, where, first)) // _PIECE
     return pairwise([0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), batch.num_rows])
 
 
 def check_sizes(batch: Any, where: str, first: int = 0) -> NDArray[np.int64]:
-    """Return the bytes that each row takes in Python (rows,), int64; arguments and errors as of `pieces_of`."""
+    """Return the bytes that each row takes in Python (rows,), int64; arguments and errors as in `pieces_of`."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         _check_type(column.type, f"{where}: the column `{name}`")
     sizes = _sum((row_sizes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
@@ -162,7 +164,7 @@ def check_sizes(batch: Any, where: str, first: int = 0) -> NDArray[np.int64]:
 
 
 def row_sizes(array: Any) -> NDArray[np.int64]:
-    """Return the bytes that each value of a `pyarrow.Array` takes in Python, its parts counted (values,), int64."""
+    """Return the bytes that each value of a `pyarrow.Array` takes in Python, with nested values; (values,), int64."""
     import pyarrow.compute
     from pyarrow import types
 
@@ -177,11 +179,11 @@ def row_sizes(array: Any) -> NDArray[np.int64]:
         if len(places) and not lowest <= places.min() <= places.max() < len(values):
             raise ValueError("a text by a number that no text has")
         if len(places) < len(values):
-            # Of a long dictionary only what few rows name.
+            # The dictionary is longer than the rows: measure only the entries that rows refer to.
             named, places = np.unique(places, return_inverse=True)
             values = values.take(pyarrow.array(named[named >= 0]))
             places = places - np.count_nonzero(named < 0)
-        # A place of -1, a null's, is the last one.
+        # Index -1, which stands for null, selects the last element.
         own[:] = np.append(row_sizes(values), _A_VALUE)[places]
         return own
     if types.is_string_view(kind) or types.is_binary_view(kind):
@@ -199,7 +201,7 @@ def row_sizes(array: Any) -> NDArray[np.int64]:
         begin, end = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
         lengths = np.diff(offsets)
         if lengths.max(initial=0) > MAX_DOCUMENT_BYTES // _A_VALUE:
-            # Too many, whatever they are.
+            # Too many values, whatever their sizes.
             own += _A_VALUE * lengths
             return own
         sums = np.append(0, np.cumsum(row_sizes(array.values.slice(begin, end - begin))))
@@ -229,7 +231,7 @@ def _check_type(kind: Any, where: str) -> None:
 
 
 def _is_counted(kind: Any, depth: int) -> bool:
-    """Whether `row_sizes` counts the values of a type, nested not deeper than `depth`."""
+    """Return whether `row_sizes` can measure values of a type nested at most `depth` deep."""
     import pyarrow
     from pyarrow import types
 

@@ -1,10 +1,10 @@
-"""`surgeon recall`: a model writes text like that it was trained on, to be replayed where that text cannot be had.
+"""`surgeon recall`: a model writes text like its training text, for replay where that text is not available.
 
 Pseudo-rehearsal (Robins, 1995); self-synthesised rehearsal of language models (Huang et al., 2024); for models that
 answer, both turns from the bare chat template (Magpie, Xu et al., 2024).
 
-The unit of work is a batch of documents, whose random numbers are those of its number: a run that was cut off goes on
-after the last whole batch, and ends as if nothing had happened.
+The unit of work is a batch of documents; its number determines its random numbers. So an interrupted run continues
+after the last whole batch, and ends with the same text as a run without interruption.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from surgeon.models.templates import template_of
 if TYPE_CHECKING:
     from surgeon.data.writing import Writer
 
-# The longest document where nothing is said: longer ones drift from what a model has read.
+# The default longest document: longer documents drift from the model's training text.
 LENGTH = 512
-# With more documents filtered than this share, the user is advised.
+# Where a larger share of documents than this is filtered, the user gets advice.
 _MANY_LOST = 0.3
 
 
 @dataclass(frozen=True)
 class Recalled:
-    """A file of recalled text: what wrote it, by which settings, and what was filtered.
+    """A file of recalled text: the model that wrote it, the settings, and the counts of filtered documents.
 
-    `digest` is of the model's config and tensors, `sha256` the file's. The speed is of all tokens that the model
-    wrote since this call began, filtered ones too, which was after `resumed_at` kept tokens.
+    `digest` covers the model's config and tensors, `sha256` the file. The speed counts all tokens that the model wrote
+    since this call began, filtered ones included; at that time `resumed_at` tokens were kept already.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class Recalled:
         return f"Recalled({str(self.path)!r}, {kept.kept:,} documents, {kept.tokens:,} tokens)"
 
     def record(self) -> dict[str, Any]:
-        """The record beside the file: all that does not depend on the day."""
+        """Return the record for the file next to the text: every field that does not depend on time."""
         return {
             "surgeon_recall": 1,
             "version": __version__,
@@ -123,34 +123,34 @@ def recall(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Recalled:
-    """Have the model `base` (a folder, an output of surgeon too, or a Hub id) write at least `tokens` tokens to `to`.
+    """Let the model `base` (a folder, also an output of surgeon, or a Hub id) write at least `tokens` tokens to `to`.
 
     `to` is a .jsonl file, absent or complete at any moment: a line is `{"text": …}`, or `{"messages": […]}` of a
-    question and an answer. Beside it `to`.recall has the model's digest and all settings.
+    question and an answer. The file `to`.recall next to it contains the model's digest and all settings.
 
     Args:
-        base: The model: a folder, an output of surgeon too, or a Hub id.
-        tokens: How many tokens to write at least.
-        to: A .jsonl file that is made.
-        prompts: What a document begins with: `begin` (the begin-of-text token), `template` (the bare chat template), or
-            a text file with a beginning a line; None: the template where there is one.
-        temperature: 1: as the model learned.
-        top_p: Draw among the likeliest tokens of this share.
+        base: The model: a folder (also an output of surgeon) or a Hub id.
+        tokens: The least number of tokens to write.
+        to: The new .jsonl file.
+        prompts: The beginning of a document: `begin` (the begin-of-text token), `template` (the bare chat template), or
+            a text file with one beginning per line; None: the template where there is one.
+        temperature: Sampling temperature; 1: the model's own distribution.
+        top_p: Sample among the likeliest tokens with this share of the probability.
         length: The longest document in tokens; None: 512.
         batch: Documents at a time.
-        seed: Of all random numbers.
+        seed: Seed of all random numbers.
         revision: Branch, tag or commit of a Hub id.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
-        once: Whether the file may be there already, if the same model wrote it by the same settings, here: a signed
-            file beside it says so then.
-        take_over: Whether to continue what this user did not begin in this place; the same call always continues its
+        once: Whether the file may exist already, if the same model wrote it by the same settings, here; a signed file
+            next to it proves this.
+        take_over: Whether to continue a recall that this user did not begin in this place; a call always continues its
             own.
         device: auto, cpu, cuda or cuda:N.
         trust_remote_code: Whether the model's own code may run.
         listener: Receives progress and notes.
 
     Raises:
-        BadInput: The model cannot be asked so, or nearly all that it writes is filtered (loops, duplicates, empty).
+        BadInput: The model cannot write so, or nearly all of its text is filtered (loops, duplicates, empty).
     """
     target = Path(to)
     if target.suffix != ".jsonl":
@@ -191,21 +191,21 @@ def recalled(
     once: bool = False,
     take_over: bool = False,
 ) -> Recalled:
-    """Do what `recall` does with an opened model; `shown` is what it is called in the record.
+    """Do the work of `recall` with an opened model; `shown` is the model's name in the record.
 
-    With `once` the file may be there already, if the same model wrote it by the same settings, here; a signed file
-    beside it says so then.
+    With `once` the file may exist already, if the same model wrote it by the same settings, here; a signed file next to
+    it proves this.
     """
     settings = _settled(folder, spec) | {"seed": seed, "dtype": dtype}
     there = os.path.lexists(target)
     if there and not once:
         raise BadInput(f"{printable(str(target))}: exists; choose another name, or move it away")
-    # Before the folder is locked: the tokenizer's process would hold the lock too.
+    # Made before the folder is locked: the tokenizer's child process would inherit the lock.
     writer = None if there else _writer(folder, settings, listener.say)
-    # What would be refused once the work folder is there.
+    # Refuse a bad device or dtype now, before the work folder is made.
     devices.resolve(device)
     if dtype != "auto":
-        # Brings torch, for which arguments do not wait.
+        # This imports torch, so it comes after the checks of the arguments.
         from surgeon.models.load import torch_dtype
 
         torch_dtype(dtype)
@@ -226,7 +226,7 @@ def recalled(
         try:
             made = _written(made, text, writer, device, listener)
         except NearlyNothing:
-            # Nothing to go on with: other settings may have the name.
+            # There is nothing to continue: free the name for other settings.
             work.remove(last=RECORD)
             raise
         record = json.dumps(made.record(), indent=1) + "\n"
@@ -242,9 +242,9 @@ def recalled(
 
 @dataclass(frozen=True)
 class Sampled:
-    """Documents of the first batch that were kept; how many were `written`, and the kept ones' tokens.
+    """Kept documents of the first batch; the number of documents `written`, and the kept documents' tokens.
 
-    `seconds` are those of the writing, without loading the model.
+    `seconds` is the time of writing, without loading the model.
     """
 
     documents: list[Document]
@@ -262,9 +262,9 @@ def sampled(
     device: str,
     say: Callable[[str], None],
 ) -> Sampled:
-    """Write the first batch of what `recalled` would write, timed, and nothing of it to disk.
+    """Write the first batch that `recalled` would write, timed, and write nothing to disk.
 
-    Raises BadInput as it does, and where no document of the batch could be kept.
+    Raises BadInput as `recalled` does, and where no document of the batch could be kept.
     """
     settings = _settled(folder, spec) | {"seed": seed, "dtype": dtype}
     writer = _writer(folder, settings, say)
@@ -277,12 +277,12 @@ def sampled(
     if not lines:
         raise NearlyNothing.of(text.counts, settings)
     documents = [document_of(json.loads(line), RowsSpec(), str(folder.path)) for line in lines]
-    # Of the last batch not all may be needed.
+    # The text may need only a part of the batch.
     return Sampled(documents, text.counts.written, text.counts.tokens, seconds * text.counts.written / len(batch))
 
 
 def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[str], None]) -> Recalled:
-    """Return the text that is there already. Raises BadInput where it is not `expected`, or came from elsewhere."""
+    """Return the text that exists already. Raises BadInput where it is not `expected`, or came from elsewhere."""
     try:
         content = read_own(beside) or b""
         record = json.loads(content)
@@ -318,7 +318,7 @@ def _signed_file(target: Path) -> Path:
 
 
 def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
-    """Return all settings that the text depends on. Raises BadInput for what the model cannot do."""
+    """Return all settings that determine the text. Raises BadInput for settings that the model cannot follow."""
     shown = printable(str(folder.path))
     if is_encoder(folder.config):
         raise BadInput(f"{shown}: an encoder, which writes no text; give a causal language model")
@@ -340,7 +340,7 @@ def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
 
 
 def beginnings(path: str) -> str:
-    """Read a file of prompts. Raises BadInput where it cannot be read, or has none."""
+    """Read a file of prompts. Raises BadInput where it cannot be read, or has no prompt."""
     content = read_given(Path(meant(path)), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
     try:
         text = content.decode("utf-8-sig")
@@ -356,7 +356,7 @@ def beginnings(path: str) -> str:
 
 
 def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[str], None]) -> Writer:
-    """Make the writer for the settings. Raises BadInput where the model has no such beginnings."""
+    """Make the writer for the settings. Raises BadInput where the model cannot start from such beginnings."""
     lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else beginnings(settings["prompts"])
 
     from surgeon.data.writing import Writer
@@ -369,7 +369,7 @@ def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[s
 
 
 def _written(made: Recalled, text: TextSoFar, writer: Writer, device: str, listener: Listener) -> Recalled:
-    """Write batch after batch until there is enough."""
+    """Write batch after batch until there are enough tokens."""
     settings, goal = made.settings, made.settings["tokens"]
     listener.begin("recalling", goal, "tokens")
     listener.advance(text.counts.tokens)
@@ -408,7 +408,7 @@ def _sha256(data: Any) -> str:
 
 
 def recalled_view(made: Recalled) -> RenderableType:
-    """Show what was written, and what was filtered."""
+    """Return a table of what was written, and what was filtered."""
     counts = made.counts
     facts = FittedTable(headings=False)
     facts.add_row("documents", f"{counts.kept:,}, of them {counts.cut:,} cut at {made.settings['length']:,} tokens")

@@ -1,4 +1,4 @@
-"""The text that a recall has written so far: durable, recorded after every batch, and what is filtered out of it."""
+"""The text that a recall has written so far: stored durably and recorded after every batch, with its filters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from surgeon.common.work_folders import WorkFolder, read_own
 from surgeon.errors import BadInput, printable
 
 RECORD, _PART = "run.json", "part.jsonl"
-# With fewer documents kept than this share, of this many batches, something is wrong.
+# The recall fails where, after this many batches, a smaller share of documents than this was kept.
 _LEAST_KEPT, _JUDGED = 0.05, 4
 
 
 @dataclass(frozen=True)
 class Written:
-    """One document as a line of JSON holds it; `tokens` that the model wrote, whether it `ended` by itself."""
+    """One document as a line of JSON; the number of `tokens` written, and whether the model `ended` it by itself."""
 
     entry: dict[str, Any]
     tokens: int
@@ -32,14 +32,14 @@ class Written:
 
 
 class NearlyNothing(BadInput):
-    """Raised where nearly nothing of what a model writes can be kept, or it has nothing to begin with."""
+    """Raised where almost no text of a model can be kept, or the model has nothing to start from."""
 
     @classmethod
     def of(cls, counts: Counts, settings: dict[str, Any]) -> NearlyNothing:
-        """Return the error that says what was filtered, why, and which setting may help."""
+        """Return the error that reports what was filtered, why, and which setting may help."""
         temperature = settings["temperature"]
         if counts.empty > counts.loops + counts.duplicates:
-            # Nothing that temperature changes.
+            # Temperature has no influence on empty documents.
             begin = (
                 "`prompts: begin` (plain text, without the chat template) or "
                 if settings["prompts"] == TEMPLATE
@@ -55,9 +55,9 @@ class NearlyNothing(BadInput):
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the documents that a model wrote; `tokens` are of those that were kept.
+    """The counts of a model's documents: written, kept and filtered; `tokens` counts the kept documents' tokens.
 
-    `cut`: of the kept ones, how many reached the longest length before the model ended them.
+    `cut`: the kept documents that reached the longest length before the model ended them.
     """
 
     batches: int = 0
@@ -71,7 +71,7 @@ class Counts:
 
     @property
     def filtered(self) -> str:
-        """How many documents were filtered, and why, in words."""
+        """The number of filtered documents and the reasons, in words."""
         lost = self.written - self.kept
         return (
             f"{lost} of {self.written} documents ({lost / self.written:.0%}) were filtered: {self.loops} loop,"
@@ -80,7 +80,7 @@ class Counts:
 
 
 class TextSoFar:
-    """The text so far, and a record of it that is written after every batch."""
+    """The text written so far, and a record of it that is updated after every batch."""
 
     def __init__(self, path: Path, fingerprint: str, counts: Counts, digest: Any) -> None:
         self.path = path
@@ -91,9 +91,9 @@ class TextSoFar:
 
     @classmethod
     def open(cls, work: WorkFolder, fingerprint: str, *, take_over: bool, say: Callable[[str], None]) -> TextSoFar:
-        """Return the text that is in the work folder, without what was cut off.
+        """Return the text in the work folder, without an unfinished end.
 
-        Raises BadInput where it is another run's, not what was kept, or, but for `take_over`, came from elsewhere.
+        Raises BadInput where it belongs to another run or is damaged, or, without `take_over`, was written elsewhere.
         """
         path, file = work.path / _PART, work.path / RECORD
         try:
@@ -112,7 +112,7 @@ class TextSoFar:
             raise _damaged(file, printable(str(error))) from None
         if record["fingerprint"] != fingerprint:
             if not counts.tokens:
-                # What is there is nothing to go on with.
+                # The other recall has no text yet, so nothing is lost.
                 path.unlink(missing_ok=True)
                 return cls._begun(path, fingerprint)
             raise BadInput(
@@ -136,17 +136,17 @@ class TextSoFar:
     @classmethod
     def _begun(cls, path: Path, fingerprint: str) -> TextSoFar:
         part = cls(path, fingerprint, Counts(), hashlib.sha256())
-        # Before the text: a folder with text and no record would be nobody's, where the disk took no more between.
+        # Written before any text: if the disk became full in between, text without a record would belong to no run.
         part._record(0)
         return part
 
     @classmethod
     def in_memory(cls) -> TextSoFar:
-        """No text yet, to which lines are added without being saved."""
+        """Return an empty text, to which lines are added without being saved."""
         return cls(Path(), "", Counts(), hashlib.sha256())
 
     def keep(self, batch: list[Written], goal: int) -> bytes:
-        """Count a batch's documents, and return the lines of those that are kept, up to the first that is enough."""
+        """Count a batch's documents, and return the lines of the kept ones, until there are `goal` tokens."""
         found = asdict(self.counts)
         found["batches"] += 1
         lines = b""
@@ -172,7 +172,7 @@ class TextSoFar:
         return lines
 
     def save(self, lines: bytes) -> None:
-        """Add lines, durably, and record that they are there."""
+        """Append lines, durably, and record them."""
         with self.path.open("ab") as file:
             file.write(lines)
             file.flush()
@@ -182,7 +182,7 @@ class TextSoFar:
         self._record(size)
 
     def _record(self, size: int) -> None:
-        """Record that so many bytes of text are there."""
+        """Record that `size` bytes of text are stored."""
         record = {"fingerprint": self.fingerprint, "counts": asdict(self.counts), "bytes": size}
         write_signed(self.path.with_name(RECORD), record | {"sha256": self.digest.hexdigest()})
 
@@ -194,11 +194,11 @@ def _damaged(file: Path, why: str) -> BadInput:
 
 
 def _key(line: bytes) -> bytes:
-    """Return the key that equal documents share: the words, whatever their case and the white space between them."""
+    """Return a key that equal documents share: a digest of the words, ignoring case and white space."""
     return hashlib.sha256(" ".join(line.decode().split()).casefold().encode()).digest()
 
 
 def judge(counts: Counts, settings: dict[str, Any]) -> None:
-    """Raise NearlyNothing where, after some batches, nearly nothing of what the model writes can be kept."""
+    """Raise NearlyNothing where, after some batches, almost no text of the model can be kept."""
     if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
         raise NearlyNothing.of(counts, settings)

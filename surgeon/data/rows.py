@@ -1,4 +1,4 @@
-"""The rows of a text: those that hold a document, and how many do not, by what is wrong with them."""
+"""The rows of a text: which of them contain a document, and how many do not, counted by fault."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from surgeon.errors import BadInput, bad_input, printable
 if TYPE_CHECKING:
     from surgeon.models.tokenizer import Tokenizer
 
-# What is named of bad rows: so many kinds, and of each so many places.
+# How many kinds of bad rows an error names, and how many places of each.
 _KINDS, _PLACES, _OTHERS = 5, 5, ", for several reasons"
-# Of an error: the numbers of messages and characters, what was found, and what to do; the rest is its kind.
+# The variable parts of an error: numbers, the found value, and the advice. The rest is its kind.
 _NOT_THE_KIND = re.compile(r"\d+|[(;].*", re.DOTALL)
-# A row's place, what errors call it, and what reads it.
+# A row's place, its name in errors, and a function that reads it.
 Row = tuple[Any, str, Callable[[], Document]]
 
 
 class Rows:
-    """Counts the rows of one source that are no documents, and the control tokens in those that are."""
+    """A counter of one source's rows that are no documents, and of control tokens in its documents."""
 
     def __init__(
         self, spec: RowsSpec, tokenizer: Tokenizer | None = None, write: Callable[[Chat], object] | None = None
     ) -> None:
-        """`tokenizer` is the one whose control tokens are counted; `write` raises BadInput for chats to refuse."""
+        """Store the options: control tokens of `tokenizer` are counted; `write` raises BadInput for chats to refuse."""
         self.spec = spec
         self.blank = self.left_out = 0
         self._tokenizer = tokenizer
@@ -39,7 +39,7 @@ class Rows:
         self._with_tokens = 0
 
     def notes(self) -> Iterator[str]:
-        """Say what is left out, and what was found in the text."""
+        """Yield lines on what is left out, and on control tokens in the text."""
         if self.blank:
             yield f"{self.blank} blank documents are left out"
         if self.left_out:
@@ -53,18 +53,18 @@ class Rows:
             )
 
     def kept(self, rows: Iterable[Row], shown: str, most: int | None = None) -> Iterator[Any]:
-        """Yield the places of rows of the file `shown` that hold a document with words.
+        """Yield the places of rows of the file `shown` that contain a document with words.
 
-        With `most` no more rows are read, unless some of them are bad. Raises BadInput that names all bad rows, a line
-        for each kind, where they are not to be left out, or are more than half.
+        With `most`, at most this many rows are read, unless some of them are bad. Raises BadInput that names all bad
+        rows, one line per kind, where they may not be left out, or are more than half.
         """
-        # By kind, the first error and the first places.
+        # For each kind, the first error and the first places.
         bad: dict[str, tuple[BadInput, list[str]]] = {}
         counts: Counter[str] = Counter()
         leave_out = self.spec.bad_rows == "leave_out"
         total, wrong, first = 0, 0, ""
         for place, where, read in rows:
-            # All bad: another kind of file, which need not be read to its end.
+            # If all rows so far are bad, it is another kind of file and need not be read to its end.
             if total == most and (wrong == 0 or (wrong == total and not leave_out)):
                 first = "the first "
                 break
@@ -96,10 +96,10 @@ class Rows:
         self.left_out += wrong
 
     def _look(self, document: Document, where: str) -> bool:
-        """Count the control tokens of a document; return whether it has a word, as every chat has. Raises BadInput."""
+        """Count a document's control tokens; return whether it has a word, as every chat has. Raises BadInput."""
         texts = said_in(document)
         if self._tokenizer is not None:
-            # A template writes tools, calls and thoughts, too.
+            # A template also writes tools, calls and thoughts.
             beside = [document.tools, *(each.more for each in document.messages)] if isinstance(document, Chat) else []
             found = self._tokenizer.control_tokens("\n".join([*texts, *map(str, beside)]))
             if found and self.spec.as_text and not isinstance(document, str):
@@ -110,7 +110,7 @@ class Rows:
             self._found += found
             self._with_tokens += bool(found)
             if isinstance(document, Chat) and self._write:
-                # Templates refuse an order of roles, or calls, whatever the words are: one chat of each is written.
+                # Templates refuse orders of roles, or calls, whatever the words: so one chat of each shape is rendered.
                 turns = ((each.role, each.counts, bool(each.content.strip()), *each.more) for each in document.messages)
                 shape = hash((bool(document.tools), *turns))
                 if shape not in self._written:

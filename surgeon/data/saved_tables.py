@@ -1,4 +1,4 @@
-"""Folders that `save_to_disk` of `datasets` wrote: looked at before that library opens what they name.
+"""Folders written by `save_to_disk` of `datasets`: checked before that library opens the files that they name.
 
 Format: https://arrow.apache.org/docs/format/Columnar.html (streaming), whose messages are flatbuffers.
 """
@@ -22,12 +22,12 @@ _AGAIN = "save it again with `datasets`"
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` wrote this folder."""
+    """Return whether `save_to_disk` of `datasets` wrote this folder."""
     return (folder / DICT_FILE).is_file() or ((folder / INFO_FILE).is_file() and (folder / STATE_FILE).is_file())
 
 
 def check_saved(folder: Path) -> None:
-    """Raise BadInput where a saved folder, or one of its splits, names files elsewhere, or files of unknown size."""
+    """Raise BadInput where a saved folder, or a split of it, names files outside it or with compressed columns."""
     if not (folder / DICT_FILE).is_file():
         arrow_files(folder)
         return
@@ -59,7 +59,7 @@ def _named(folder: Path, file: str, key: str) -> list[Any]:
 
 
 def _plain(name: Any, where: Path) -> str:
-    """Return the name of something in the same folder."""
+    """Return a name, after checking that it is a plain name in the same folder. Raises BadInput."""
     if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise BadInput(
             f"{printable(str(where))}: names {printable(repr(name), 60)}, which is no name in the folder; {_AGAIN}"
@@ -81,12 +81,12 @@ def _check_uncompressed(file: Any, path: Path) -> None:
         ) from None
 
 
-# Numbers of fields: `header` of Message, `data` of DictionaryBatch, `compression` of RecordBatch.
+# Flatbuffer field numbers: `header` of Message, `data` of DictionaryBatch, `compression` of RecordBatch.
 _HEADER, _DATA, _COMPRESSION = 2, 1, 3
 
 
 def _is_compressed(message: Any, kind: str) -> bool:
-    """Whether a flatbuffer `Message` says that its columns are compressed. Raises StructError, ValueError."""
+    """Return whether a flatbuffer `Message` has compressed columns. Raises StructError, ValueError."""
     batch = _table(message, _table(message, 0, None), _HEADER)
     if kind == "dictionary":
         batch = _table(message, batch, _DATA)
@@ -94,7 +94,7 @@ def _is_compressed(message: Any, kind: str) -> bool:
 
 
 def _place(buffer: Any, table: int, field: int) -> int | None:
-    """Find the place of a field of a table; None where it is left out."""
+    """Return the position of a field of a table; None where the field is absent."""
     layout = table - unpack_from("<i", buffer, table)[0]
     size = unpack_from("<H", buffer, layout)[0]
     offset = unpack_from("<H", buffer, layout + 4 + 2 * field)[0] if 4 + 2 * field < size else 0
@@ -102,7 +102,7 @@ def _place(buffer: Any, table: int, field: int) -> int | None:
 
 
 def _table(buffer: Any, table: int, field: int | None) -> int:
-    """Find the beginning of the table that a field holds, or that the buffer is."""
+    """Return the begin of the table in a field, or of the buffer's root table."""
     place = table if field is None else _place(buffer, table, field)
     if place is None:
         raise ValueError("a message without columns")

@@ -1,6 +1,6 @@
 """Scoring in three calls: cut texts by a checkpoint's tokenizer, load the model, score it on them.
 
-Torch is imported where work begins, so that what a command refuses it refuses at once.
+Torch is imported only when work begins, so that bad arguments are refused at once.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 def written(
     texts: Sequence[HeldOut], checkpoints: Sequence[Checkpoint], *, say: Callable[[str], None] = lambda _line: None
 ) -> list[HeldOut]:
-    """Return the texts without the rows that a checkpoint's tokenizer or chat template refuses, the same for all.
+    """Return the texts without the rows that some checkpoint's tokenizer or chat template refuses.
 
     Args:
-        texts: Texts; each says whether bad rows are left out.
+        texts: Texts; each has the option whether bad rows are left out.
         checkpoints: The checkpoints whose tokenizers and chat templates are used.
-        say: Receives what is left out, and the control tokens that were found.
+        say: Receives lines on left-out rows, and on control tokens that were found.
 
     Returns:
         The texts, in their order.
 
     Raises:
-        BadInput: There is no tokenizer, or a text has such rows and does not leave them out; all are named by line.
+        BadInput: There is no tokenizer, or a text has such rows and does not leave them out; the error names each row.
     """
     for checkpoint in checkpoints:
         texts = [text for text, _ in _written(texts, checkpoint, say)]
@@ -46,7 +46,7 @@ def written(
 def _written(
     texts: Sequence[HeldOut], checkpoint: Checkpoint, say: Callable[[str], None] = lambda _line: None
 ) -> Iterator[tuple[HeldOut, Encoder]]:
-    """Yield each text as `written` returns it, and what encodes its documents."""
+    """Yield each text as `written` returns it, with the encoder of its documents."""
     encoder = _encoder(checkpoint)
     for text in texts:
         documents, own = text.documents, encoder.of(text.documents.rows.spec, text.template)
@@ -61,8 +61,8 @@ def _written(
 def cut(texts: Sequence[HeldOut], checkpoint: Checkpoint, *, length: int) -> dict[str, Windows]:
     """Cut texts into windows of at most `length` tokens, by the checkpoint's tokenizer; no window spans two documents.
 
-    Every token but a document's first is predicted once, from the tokens of its window. Returns the windows by the
-    name of the text. Raises BadInput where there is no tokenizer, and for a text of which no token counts.
+    Every token but a document's first is predicted once, from the tokens of its window. Returns the windows by text
+    name. Raises BadInput where there is no tokenizer, and for a text without a token that counts.
     """
     from surgeon.data.scoring import windows_of
 
@@ -80,14 +80,14 @@ def pack(
     """Pack texts into sequences of `length` tokens as training does for its held-out loss.
 
     Args:
-        texts: Texts, of which documents are taken in order.
+        texts: Texts, whose documents are taken in order.
         checkpoint: The checkpoint whose tokenizer and chat template are used.
         length: Tokens of a sequence.
         packing: Whether attention stays within documents, as in a training config.
-        most: How many sequences are taken of each text at most.
+        most: The most sequences taken from each text.
 
     Returns:
-        The sequences by the name of the text; none of a text that has fewer than two tokens.
+        The sequences by the name of the text; none for a text with fewer than two tokens.
 
     Raises:
         BadInput: There is no tokenizer, or no chat template for chats.
@@ -107,7 +107,8 @@ def score(
 ) -> Scores:
     """Score a loaded model on windows (`cut`, `pack`): cross-entropy and greedy accuracy of every token that counts.
 
-    `batch` of the longest sequences are run at a time, of shorter ones more; `advance` receives how many are done.
+    `batch` of the longest sequences are run at a time, more of shorter ones. `advance` receives the number just
+    completed.
     """
     from surgeon.data.scoring import score_sequences
 
@@ -129,9 +130,9 @@ def divergence(
     batch: int = 8,
     advance: Callable[[int], None] = lambda _sequences: None,
 ) -> Scores:
-    """Return KL(base ‖ model) in place of the loss, in nats a token, and where both guess the same token.
+    """Return scores with KL(base ‖ model) in nats per token instead of the loss; `right` counts equal guesses.
 
-    Both models are loaded and have the same tokens; of a vocabulary that grew, the base's tokens count alone.
+    Both models are loaded and use the same tokens; where a vocabulary grew, only the base's tokens count.
     """
     from surgeon.data.scoring import score_sequences
 
@@ -155,7 +156,7 @@ def judge(
     batch: int = 8,
     advance: Callable[[int], None] = lambda _examples: None,
 ) -> dict[str, Judged]:
-    """Judge a loaded classification model on texts with labels: cross-entropy and the label that it gives each.
+    """Evaluate a loaded classification model on labelled texts: cross-entropy and the predicted label of each.
 
     Args:
         model: The model, as `checkpoint.load()` gives it.
@@ -163,10 +164,10 @@ def judge(
         checkpoint: The checkpoint whose tokenizer and labels are used.
         length: Tokens of a text at most; fewer where the model has fewer positions.
         batch: How many texts are run at a time.
-        advance: Receives how many texts are done.
+        advance: Receives the number of texts just completed.
 
     Returns:
-        What was found, by the name of the text.
+        The results by the name of the text.
 
     Raises:
         BadInput: A text has a label that the model does not know.

@@ -1,4 +1,4 @@
-"""The scores of a text: sums of each unit, means with confidence intervals, and differences to another model."""
+"""A text's scores: sums per unit, means with confidence intervals, and differences to another model."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> Ratio:
     """Return Σ sums / Σ counts over units, with the interval of the ratio estimator (Cochran, Sampling Techniques 6.3).
 
     With R the ratio and rᵢ = sumᵢ − R · countᵢ, se² = n / (n − 1) · Σ rᵢ² / (Σ counts)², and the interval is R ± t · se
-    with Student's t of n − 1 degrees of freedom. Preferred to a bootstrap over units, whose first-order approximation
-    it is, because it needs no random draws, costs nothing, and for few units is less too narrow than percentiles.
+    with Student's t of n − 1 degrees of freedom. This is the first-order approximation of a bootstrap over units. It is
+    preferred because it needs no random draws, costs nothing, and for few units its interval is less often too narrow.
     """
     value = _mean(sums, counts)
     return Ratio(value, _interval(value, _influence(sums, counts)))
 
 
 def difference(sums: NDArray[Any], counts: NDArray[Any], others: NDArray[Any], other_counts: NDArray[Any]) -> Ratio:
-    """Return how much the ratio of `sums` to `counts` exceeds that of the others, on the same units, paired.
+    """Return the ratio of `sums` to `counts` minus the other ratio, paired on the same units.
 
-    What makes a unit hard for both models cancels: the interval is that of the differences of the units' influences.
+    Effects that make a unit hard for both models cancel: the interval uses the differences of the units' influences.
     """
     value = _mean(sums, counts) - _mean(others, other_counts)
     return Ratio(value, _interval(value, _influence(sums, counts) - _influence(others, other_counts)))
@@ -53,8 +53,8 @@ def difference(sums: NDArray[Any], counts: NDArray[Any], others: NDArray[Any], o
 class Windows:
     """A text as sequences of tokens, longest first, and for each token its unit: the document's number.
 
-    `nbytes` (documents,) are the UTF-8 bytes of the counted tokens of a document; `cut` counts documents
-    that are longer than a window. Of packed sequences (`pack`) each is a unit, and bytes are not counted.
+    `nbytes` (documents,) are the UTF-8 bytes of a document's counted tokens; `cut` counts documents longer than a
+    window. For packed sequences (`pack`) each sequence is a unit, and bytes are not counted.
     """
 
     sequences: list[PackedSequence]
@@ -67,19 +67,19 @@ class Windows:
 
     @property
     def documents(self) -> int:
-        """The number of units."""
+        """The number of units (documents, or packed sequences)."""
         return len(self.nbytes)
 
     def same_tokens(self, other: Windows) -> bool:
-        """Whether both are the same tokens of the same documents."""
+        """Return whether both have the same tokens of the same documents."""
         return self.sequences == other.sequences
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums of each unit of one source: `nats` of the tokens counted, how many these are, how many were guessed right.
+    """Sums per unit of one source: `nats` of the counted tokens, their number, and how many were guessed right.
 
-    A token is guessed right where its logit is the largest (greedy decoding's choice). All of shape (units,).
+    A token is guessed right where its logit is the largest (greedy decoding's choice). All have shape (units,).
     """
 
     nats: NDArray[np.float64]
@@ -88,22 +88,22 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy, nats a token."""
+        """Mean cross-entropy in nats per token."""
         return float(self.nats.sum() / self.tokens.sum())
 
     @property
     def loss_ratio(self) -> Ratio:
-        """The same with its interval."""
+        """Mean cross-entropy in nats per token, with its interval."""
         return ratio(self.nats, self.tokens)
 
     @property
     def perplexity(self) -> Ratio:
-        """exp of the mean loss (infinite where a float cannot hold it)."""
+        """exp of the mean loss (infinite where a float would overflow)."""
         return self.loss_ratio.map(exp)
 
     @property
     def accuracy(self) -> Ratio:
-        """Share of the tokens that were guessed right."""
+        """Share of the counted tokens that were guessed right."""
         return ratio(self.right, self.tokens)
 
     @property
@@ -112,23 +112,23 @@ class Scores:
         return np.asarray(self.nats / math.log(2))
 
     def bits_per_byte(self, windows: Windows) -> Ratio:
-        """Return the mean cross-entropy in bits per byte of text; `windows` are those that were scored."""
+        """Return the mean cross-entropy in bits per byte of text; `windows` are the scored windows."""
         return ratio(self.bits, windows.nbytes)
 
     def loss_difference(self, first: Scores) -> Ratio:
-        """Return how much the loss lies above that of `first`, on the same tokens, paired by unit."""
+        """Return this loss minus the loss of `first`, on the same tokens, paired by unit."""
         return difference(self.nats, self.tokens, first.nats, first.tokens)
 
     def bits_difference(self, windows: Windows, first: Scores, first_windows: Windows) -> Ratio:
-        """Return how many bits per byte lie above those of `first`, on the same documents, whatever their tokens."""
+        """Return these bits per byte minus those of `first`, on the same documents, even where the tokens differ."""
         return difference(self.bits, windows.nbytes, first.bits, first_windows.nbytes)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Each example's loss in nats, the label that was given (the largest logit's) and the expected one: (examples,).
+    """Each example's loss in nats, the predicted label (the largest logit's) and the expected label, each (examples,).
 
-    `labels` is how many labels the model knows.
+    `labels` is the number of labels in the model.
     """
 
     nats: NDArray[np.float64]
@@ -138,22 +138,23 @@ class Judged:
 
     @property
     def right(self) -> NDArray[np.bool_]:
-        """Which examples got their label."""
+        """Which examples were predicted right."""
         return np.asarray(self.given == self.expected)
 
     @property
     def loss(self) -> Ratio:
-        """Mean cross-entropy, nats an example."""
+        """Mean cross-entropy in nats per example."""
         return ratio(self.nats, np.ones(len(self.nats)))
 
     @property
     def accuracy(self) -> Ratio:
-        """Share of the examples that got their label."""
+        """Share of the examples that were predicted right."""
         return ratio(self.right, np.ones(len(self.nats)))
 
     @property
     def f1(self) -> float | None:
-        """F1 of the second of two labels: 2 TP / (2 TP + FP + FN), as GLUE has it; None of more, or where it is 0 / 0.
+        """F1 of the second of two labels, 2 TP / (2 TP + FP + FN), as in GLUE; None for more labels, or where it is
+        0/0.
 
         Wang et al. 2018, section 3.2 (MRPC, QQP).
         """
@@ -165,10 +166,10 @@ class Judged:
 
     @property
     def matthews(self) -> float | None:
-        """Matthews' correlation coefficient (Gorodkin's R_K for more than two labels); None where one label is alone.
+        """Matthews' correlation coefficient (Gorodkin's R_K for more than two labels); None if only one label occurs.
 
-        (c s − Σ p_k t_k) / √((s² − Σ p_k²)(s² − Σ t_k²)), with s examples, c of them right, and p_k given and t_k
-        expected of label k (Gorodkin 2004).
+        (c s − Σ p_k t_k) / √((s² − Σ p_k²)(s² − Σ t_k²)), with s examples, c of them right, p_k predictions and t_k
+        expectations of label k (Gorodkin 2004).
         """
         count = len(self.given)
         given, expected = (
@@ -179,12 +180,12 @@ class Judged:
         return float(right * count - (given * expected).sum()) / spread if spread else None
 
     def accuracy_difference(self, first: Judged) -> Ratio:
-        """Return how much the accuracy lies above that of `first`, on the same examples, paired."""
+        """Return this accuracy minus the accuracy of `first`, on the same examples, paired."""
         ones = np.ones(len(self.nats))
         return difference(self.right, ones, first.right, ones)
 
     def figures(self) -> dict[str, float]:
-        """The loss, accuracy, F1 and Matthews' correlation that there are, by name."""
+        """Return the defined ones of loss, accuracy, F1 and Matthews' correlation, by name."""
         found = {"loss": self.loss.value, "accuracy": self.accuracy.value, "f1": self.f1, "matthews": self.matthews}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -194,7 +195,7 @@ def _mean(sums: NDArray[Any], counts: NDArray[Any]) -> float:
 
 
 def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
-    # Losses may be infinite or NaN; then the intervals are too.
+    # Losses may be infinite or NaN; then the intervals are NaN, without a warning.
     with np.errstate(invalid="ignore"):
         found: NDArray[np.float64] = (sums - _mean(sums, counts) * counts) / max(counts.sum(), 1)
     return found
@@ -212,7 +213,7 @@ def _interval(value: float, influence: NDArray[np.float64]) -> tuple[float, floa
 
 
 def exp(value: float) -> float:
-    """e to the power of `value`; infinite where a float cannot hold that."""
+    """Return e to the power of `value`; infinity where a float would overflow."""
     try:
         return math.exp(value)
     except OverflowError:

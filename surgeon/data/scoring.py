@@ -1,9 +1,10 @@
-"""Held-out documents as sequences, and a causal language model's scores on them: nats, right guesses, intervals; and a
-classification model's scores on examples: loss, accuracy, F1 and Matthews' correlation.
+"""Held-out documents as sequences, and a causal language model's scores on them: nats, right guesses, intervals.
 
-A document is whole where it fits, else cut into windows, and never sees another.
-A mean over tokens is a ratio of two sums over units (documents, or packed sequences), which are sampled; tokens of one
-unit are not independent, so the interval comes from the spread between units.
+Also a classification model's scores on examples: loss, accuracy, F1 and Matthews' correlation.
+
+A document is one sequence where it fits, else it is cut into windows; it never sees another document. A mean over
+tokens is a ratio of two sums over units (documents, or packed sequences), which are the sample. Tokens of one unit are
+not independent, so the interval comes from the spread between units.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _LOGITS_BYTES = 2**30
 
 
 def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
-    """Cut each document into windows of at most `length` tokens, each beginning with the last token of the one before.
+    """Cut each document into windows of at most `length` tokens; windows overlap by one token.
 
-    So every token but a document's first is predicted exactly once, from the tokens of its window alone.
-    Documents are not packed together: attention implementations that cannot keep them apart, and routers that average
-    over a sequence, would score a document by its neighbours. Raises BadInput where no token counts.
+    So every token but a document's first is predicted exactly once, only from the tokens of its window. Documents are
+    not packed together: attention implementations that cannot keep them apart, and routers that average over a
+    sequence, would let neighbours influence a document's score. Raises BadInput where no token counts.
     """
     pieces: list[tuple[PackedSequence, NDArray[np.int64]]] = []
     nbytes = np.zeros(len(source.numbers), dtype=np.int64)
@@ -60,7 +61,10 @@ def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
 
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
-    """Count the bytes of the predicted text: a chat's assistant words; a text, less its first token without a BOS."""
+    """Count the bytes of the predicted text: of a chat's answers, or of a text without its first token.
+
+    The first token is never predicted. If it is special (BOS), it has no bytes of the text.
+    """
     assert not isinstance(document, Labelled), "a classifier's scores are `judge_examples`'"
     if not isinstance(document, str):
         return sum(len(message.content.encode()) for message in document.messages if message.answers)
@@ -89,15 +93,14 @@ def score_sequences(
     processes: int = 1,
     advance: Callable[[int], None] = lambda _sequences: None,
 ) -> Scores:
-    """Run `model`, in eval mode, over `sequences`: `micro_batch` of the longest at a time, of shorter ones more.
+    """Run `model`, in eval mode, over `sequences`: `micro_batch` of the longest at a time, more of shorter ones.
 
-    Fewer go at a time where their logits would take more than 1 GiB.
-
-    Only neighbours of equal length share a batch, so nothing is padded. `units` says to which of `unit_count` units
-    each token of a sequence belongs, (length,) each; None: every sequence is a unit of its own. Cross-entropy is of the
-    labels that count, in float32 over the model's logits, summed in float64, without auxiliary losses. With a model
-    `beside`, KL(beside ‖ model) takes its place, and a guess is right where both guess alike. With `processes`, each
-    runs its share and all return the same scores. `advance` receives how many sequences are done.
+    Fewer are run at a time where their logits would take more than 1 GiB. Only neighbours of equal length share a
+    batch, so there is no padding. `units` gives for each sequence the unit of each token, (length,), out of
+    `unit_count` units; None: every sequence is a unit. Cross-entropy counts the labels that count, in float32 over the
+    model's logits, summed in float64, without auxiliary losses. With a model `beside`, KL(beside ‖ model) replaces it,
+    and a guess is right where both models guess alike. With `processes`, each process runs its share and all return the
+    same scores. `advance` receives the number of sequences just completed.
     """
     sums = np.zeros((3, len(sequences) if units is None else unit_count))
     training = model.training
@@ -116,17 +119,17 @@ def score_sequences(
                 for total, values in zip(sums, (losses[row], counts, right[row]), strict=True):
                     np.add.at(total, where[counts], values[counts])
         elif is_sharded(model):
-            # The others' forward needs this process's shares.
+            # The other processes' forward pass needs this process's parameter shards.
             _by_token(model, [sequences[whole[0]]], device)
         advance(len(whole))
-    # A unit may lie in several processes' sequences; its sums are the sums over processes.
+    # A unit's sequences may belong to several processes, so its sums are added over processes.
     sums = summed(sums, processes, device)
     model.train(training)
     return Scores(sums[0], sums[1].astype(np.int64), sums[2].astype(np.int64))
 
 
 def _batches(lengths: Sequence[int], micro_batch: int, processes: int) -> Iterator[range]:
-    """Yield the sequences that all processes run together."""
+    """Yield the ranges of sequences that all processes run together."""
     room = micro_batch * max(lengths, default=0)
     begin = 0
     for length, group in itertools.groupby(lengths):
@@ -140,7 +143,7 @@ def _batches(lengths: Sequence[int], micro_batch: int, processes: int) -> Iterat
 def _by_token(
     model: nn.Module, sequences: Sequence[PackedSequence], device: torch.device, beside: nn.Module | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return for every token but a sequence's first its loss, whether it was guessed right, whether it counts."""
+    """Return, for every token but a sequence's first, its loss, whether it was guessed right, and whether it counts."""
     batch = batch_of(sequences, domains=False)
     expected = batch.pop("labels")[:, 1:].to(device)
     given = {key: value.to(device) for key, value in batch.items()}
@@ -150,7 +153,7 @@ def _by_token(
         return *_apart(logits, beside(**given, use_cache=False).logits), _array(expected != IGNORED_LABEL)
     losses: list[Tensor] = []
     right: list[Tensor] = []
-    # One sequence after the other: float32 logits of a large vocabulary take the most memory.
+    # One sequence at a time, because float32 logits of a large vocabulary take the most memory.
     for row, labels in zip(logits[:, :-1], expected, strict=True):
         losses.append(F.cross_entropy(row.float(), labels, ignore_index=IGNORED_LABEL, reduction="none"))
         right.append(row.argmax(dim=-1) == labels)
@@ -158,7 +161,10 @@ def _by_token(
 
 
 def _apart(logits: Tensor, others: Tensor) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return KL(others ‖ logits) of every token but a sequence's first, over tokens of both; where both guess alike."""
+    """Return, for every token but a sequence's first, KL(others ‖ logits), and whether both models guess alike.
+
+    Only the tokens in both vocabularies count.
+    """
     words = min(logits.shape[-1], others.shape[-1])
     apart: list[Tensor] = []
     same: list[Tensor] = []
@@ -185,10 +191,10 @@ def judge_examples(
     processes: int = 1,
     advance: Callable[[int], None] = lambda _examples: None,
 ) -> Judged:
-    """Run `model`, in eval mode, over `examples`, `micro_batch` of about one length at a time.
+    """Run `model`, in eval mode, over `examples`, `micro_batch` of similar length at a time.
 
-    Cross-entropy is in float32 over the model's logits, without auxiliary losses. With `processes`, each runs its share
-    and all return the same. `advance` receives how many examples are done.
+    Cross-entropy is in float32 over the model's logits, without auxiliary losses. With `processes`, each process runs
+    its share and all return the same result. `advance` receives the number of examples just completed.
     """
     training = model.training
     model.eval()
@@ -198,7 +204,7 @@ def judge_examples(
     for begin in range(0, len(order), micro_batch * processes):
         whole = order[begin : begin + micro_batch * processes]
         mine = whole[process::processes]
-        # Of a sharded model the others' forward needs this process's shares.
+        # For a sharded model, the other processes' forward pass needs this process's parameter shards.
         if mine or is_sharded(model):
             logits, expected = _run(model, [examples[number] for number in mine or whole[:1]], pad, device)
             if mine:
@@ -214,7 +220,7 @@ def judge_examples(
 def _run(
     model: nn.Module, examples: Sequence[Example], pad: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (examples, labels) and the expected labels (examples)."""
+    """Return the logits (examples, labels) and the expected labels (examples)."""
     batch = {key: value.to(device) for key, value in batch_of_examples(examples, pad=pad).items()}
     expected = batch.pop("labels")
     with running(model):

@@ -1,6 +1,6 @@
-"""A source of a config, opened: files, or tables of the `datasets` library (extra `datasets`), saved or on the Hub.
+"""Opening a config's text source: files, or tables of the `datasets` library (extra `datasets`), saved or on the Hub.
 
-A table takes one number a document in memory; rows are read from the files that `datasets` maps.
+For a table, one number per document is kept in memory; rows are read from the files that `datasets` memory-maps.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
 DEFAULT_SPLIT = "train"
 _BATCH = 1000
-# What `datasets` makes of a row's own bytes.
+# The feature types of `datasets` that are decoded from the row's own bytes only.
 _FEATURES = {"Value", "ClassLabel", "Translation", "TranslationVariableLanguages", "Json"}
 
 
 class Naming(Protocol):
-    """A config that names sources: `source` is its file, `resolve` turns a path in it into one to open."""
+    """A config that names sources: `source` is its file, `resolve` makes a path in it absolute."""
 
     @property
     def source(self) -> Path:
-        """The file, for errors."""
+        """The config's file, for errors."""
 
     def resolve(self, path: str) -> Path:
-        """Return the path to open for one that the file names."""
+        """Return the path to open for a path in the config."""
 
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """The text; the held-out text where it is not a share of the text; the commit where it came from the Hub."""
+    """A source's text, its held-out text where that is separate, and its commit if it is from the Hub."""
 
     text: Corpus
     held_out: Corpus | None = None
@@ -60,7 +60,7 @@ class OpenedSource:
 
 
 def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
-    """Find what is missing of a source, or wrong in its first rows: the key of the config, and what is wrong."""
+    """Return what is missing or wrong in the first rows of a source, as pairs of config key and message."""
     wrong: list[tuple[str, str]] = []
     paths = [("path", source.path)]
     if isinstance(source, SourceSpec) and source.generate is not None:
@@ -91,7 +91,7 @@ def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
 
 
 def is_chat(source: TextSpec, named_by: Naming) -> bool:
-    """Whether a source is known to hold chats: its kind says so, or the first document of a file."""
+    """Return whether a source is known to contain chats: by its kind, or by the first document of a file."""
     if source.kind is not None or not source.path or source.repo_id is not None:
         return source.kind == "chat"
     with contextlib.suppress(BadInput):
@@ -105,11 +105,10 @@ def open_source(
     tokenizer: Tokenizer | None = None,
     write: Callable[[Chat], object] | None = None,
 ) -> OpenedSource:
-    """Open a source of `named_by` and read it through; control tokens of the `tokenizer` are counted in it.
+    """Open a source of `named_by` and read it completely; control tokens of the `tokenizer` in it are counted.
 
-    Chats for which `write` raises BadInput are bad rows.
-
-    Raises BadInput where it cannot be read or is empty.
+    Chats for which `write` raises BadInput count as bad rows. Raises BadInput where the source cannot be read or is
+    empty.
     """
     aside: str | None = None
     held_out: Corpus | None = None
@@ -139,7 +138,7 @@ class Table:
     """The rows of one split as documents, by number."""
 
     def __init__(self, table: Any, rows: Rows, *, shown: str, identity: list[Any]) -> None:
-        """Index `table`, a `datasets.Dataset`, by the columns that hold documents.
+        """Index `table`, a `datasets.Dataset`, by the columns that contain documents.
 
         Raises BadInput where they are missing or have no text.
         """
@@ -156,24 +155,24 @@ class Table:
 
     @property
     def shown(self) -> str:
-        """The name that errors use."""
+        """The name in error messages."""
         return self._shown
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Return the number of documents."""
         return len(self._numbers)
 
     def read(self, number: int) -> Document:
-        """Read one document. Raises BadInput where the row is not one."""
+        """Read one document. Raises BadInput where the row is no document."""
         row = int(self._numbers[number])
         return document_of(self._table[row], self.rows.spec, self.where(number))
 
     def where(self, number: int) -> str:
-        """The place of a document, for errors."""
+        """Return the place of a document, for errors."""
         return self._row(int(self._numbers[number]))
 
     def identity(self) -> list[Any]:
-        """JSON data that must be the same when a run is continued."""
+        """Return JSON data that must be unchanged when a run is continued."""
         return self._identity
 
     def _each(self) -> Iterator[Row]:
@@ -201,7 +200,7 @@ class Table:
 
 
 def _check_feature(feature: Any, where: str) -> None:
-    """Raise BadInput for what is decoded from a file or an address that a row names: pictures, sounds and others."""
+    """Raise BadInput for features that are decoded from files or addresses in a row, for example pictures or sounds."""
     if isinstance(feature, Mapping | list):
         for part in feature.values() if isinstance(feature, Mapping) else feature:
             _check_feature(part, where)
@@ -215,12 +214,12 @@ def _check_feature(feature: Any, where: str) -> None:
 
 
 def saved_table(folder: Path, split: str | None, rows: Rows) -> Table:
-    """Open a table that `save_to_disk` wrote, or one split of several. Raises BadInput where that cannot be done."""
+    """Open a table that `save_to_disk` wrote, or one of its splits. Raises BadInput where this is impossible."""
     library = _library(str(folder))
     check_saved(folder)
     with _quiet(library):
         try:
-            # Without a copy in memory and without the network.
+            # This needs no copy in memory and no network.
             found = library.load_from_disk(str(folder), keep_in_memory=False)
         except Exception as error:
             raise BadInput(
@@ -245,7 +244,7 @@ class HubDataset:
     """A dataset of the Hub at one commit, downloaded and prepared in the cache of `datasets`."""
 
     def __init__(self, repo_id: str, *, config: str | None, revision: str | None) -> None:
-        """Find the commit and download what is not cached. Raises BadInput where that fails."""
+        """Find the commit and download the files that are not cached. Raises BadInput where that fails."""
         self.repo_id = repo_id
         self._library = _library(f"dataset:{repo_id}")
         cached_only = offline()
@@ -265,7 +264,7 @@ class HubDataset:
                 self._builder.download_and_prepare()
             except Exception as error:
                 raise BadInput(f"datasets/{printable(repo_id)}: {_problem(error)}") from error
-        # Where the download fails, the library silently takes the latest cached commit.
+        # Where the download fails, the library silently uses the latest cached commit.
         if self.commit not in (None, self._builder.hash):
             raise BadInput(
                 f"datasets/{printable(repo_id)}: commit {self.commit} cannot be downloaded, the cache has"
@@ -319,7 +318,7 @@ def _no_library(shown: str) -> str:
 
 @contextlib.contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """Silence the library's warnings inside (the important ones are raised here), with bars on terminals only."""
+    """Silence the library's warnings in the block (important ones are raised here); progress bars only on terminals."""
     logging = library.utils.logging
     verbosity, bars = logging.get_verbosity(), not library.are_progress_bars_disabled()
     logging.set_verbosity(logging.CRITICAL)

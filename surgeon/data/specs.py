@@ -1,4 +1,4 @@
-"""Texts as configs name them: the path, the format, the share and the role of each."""
+"""The schema of texts in configs: each text's path, format, share and role."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class RowsSpec(Entry):
 
     @property
     def as_text(self) -> bool:
-        """Whether control tokens that stand in the text are read as any other text."""
+        """Whether control tokens in the text are read as ordinary text."""
         return self.control_tokens == "as_text"
 
     @property
     def reading(self) -> dict[str, Any]:
-        """What was said of how rows are read, for another config."""
+        """The given options of how rows are read, for another config."""
         return self.model_dump(include=set(RowsSpec.model_fields), exclude_unset=True)
 
 
 class UnlabelledSpec(RowsSpec):
-    """How the rows of a text for a language model are read."""
+    """How the rows of a language model's text are read."""
 
     kind: Annotated[
         Literal["text", "chat"] | None,
@@ -100,7 +100,7 @@ class TextSpec(RowsSpec):
 
 
 class GenerateSpec(Entry):
-    """Text that a model writes itself."""
+    """Text that the model writes itself."""
 
     tokens: Annotated[int, Field(ge=1, description="tokens to write, at least")]
     prompts: Annotated[
@@ -156,12 +156,12 @@ class SourceSpec(TextSpec):
 
     @property
     def prompts(self) -> str:
-        """The beginnings of the texts that the model writes."""
+        """How the texts that the model writes begin."""
         own = None if self.generate is None else self.generate.prompts
         return own or (TEMPLATE if self.kind == "chat" else BEGIN)
 
     @property
     def validation_split(self) -> str | None:
-        """The dataset's split that `validation` names."""
+        """The dataset's split that `validation` names, or None."""
         named = isinstance(self.validation, str) and self.validation.startswith(_SPLIT)
         return str(self.validation).removeprefix(_SPLIT) if named else None

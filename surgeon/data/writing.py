@@ -1,6 +1,6 @@
-"""Text that a model writes of its own accord, a batch of documents at a time.
+"""Text that a model writes by sampling, a batch of documents at a time.
 
-A batch depends on the settings, its number and nothing else.
+A batch depends only on the settings and its number.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from surgeon.data.recalled_text import NearlyNothing, Written
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import load_model
 
-# Text loops where more than this share of its runs of tokens of this length stood in it before.
+# A text loops where more than this share of its token runs of this length occurred earlier in it.
 LOOP_LENGTH, LOOP_SHARE = 8, 0.3
 
 
 def loops(ids: Sequence[int]) -> bool:
-    """Whether too many runs of tokens stood in the text before; texts shorter than two such runs do not loop."""
+    """Return whether too many runs of tokens repeat earlier ones; texts shorter than two such runs do not loop."""
     count = len(ids) - LOOP_LENGTH + 1
     if count <= LOOP_LENGTH:
         return False
@@ -32,13 +32,13 @@ def loops(ids: Sequence[int]) -> bool:
 
 
 class Writer:
-    """A model that writes by `settings`; `beginnings` are lines of a file of prompts, or None."""
+    """A model that writes by `settings`; `beginnings` is the content of a file of prompts, one per line, or None."""
 
     model: Any
     device: str
 
     def __init__(self, folder: CheckpointFolder, settings: dict[str, Any], beginnings: str | None) -> None:
-        """Load the tokenizer. Raises BadInput where the prompts asked for cannot be made."""
+        """Load the tokenizer. Raises BadInput where the requested prompts cannot be made."""
         self.folder = folder
         self.settings = settings
         shown = printable(str(folder.path))
@@ -54,7 +54,7 @@ class Writer:
         elif beginnings is not None:
             self.prompts = [self.prompter.continuing(line) for line in beginnings.splitlines() if line.strip()]
         if begin is not None:
-            # A template may write nothing before a user's words; a line may have no tokens.
+            # A prompt may be empty: a template with no text before the user's words, or a line without tokens.
             self.prompts = [prompt or [begin] for prompt in self.prompts]
         if not all(self.prompts):
             whys = {BEGIN: "", TEMPLATE: "its chat template writes nothing before a user's words, and "}
@@ -71,7 +71,7 @@ class Writer:
             )
 
     def load(self, device: str, say: Callable[[str], None]) -> None:
-        """Load the model, which `write` needs."""
+        """Load the model; `write` needs it."""
         self.device = device
         self.model = load_model(self.folder, dtype=self.settings["dtype"], device=device, say=say)
 
@@ -93,7 +93,7 @@ class Writer:
         return Written({"text": text}, len(turn.ids), turn.ended, loops(turn.ids), empty)
 
     def _chats(self, prompts: list[list[int]], seeds: Any) -> list[Written]:
-        """Write a question to each prompt, and an answer to each question that has words."""
+        """Write a question to each prompt, and an answer to each non-empty question."""
         questions = self._continued(
             prompts, self.ends | self._end_of(QUESTION, "user's"), self.room // 2, int(seeds[0])
         )
@@ -109,7 +109,7 @@ class Writer:
                 Written(
                     {"messages": entry},
                     len(turn.ids) + len(answer.ids),
-                    # A question that was cut off is none.
+                    # A question that was cut off does not count as ended.
                     turn.ended and answer.ended,
                     loops(turn.ids) or loops(answer.ids),
                     not (question and said and turn.ended),
@@ -118,7 +118,7 @@ class Writer:
         return found
 
     def _continued(self, prompts: list[list[int]], ends: set[int], most: int, seed: int) -> list[Turn]:
-        """Continue each prompt as the settings say: at most `most` tokens, or up to one of `ends`."""
+        """Continue each prompt by the settings: at most `most` tokens, or up to one of `ends`."""
         cuda = [torch.device(self.device)] if self.device.startswith("cuda") else []
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(seed)
@@ -152,7 +152,10 @@ class Writer:
         )
 
     def _end_of(self, turns: list[dict[str, str]], whose: str) -> set[int]:
-        """Return the token by which the template ends the words in these turns."""
+        """Return the token with which the template ends the words in these turns, as a set.
+
+        The set is empty where an assistant's turn has no such token and the model's own end tokens suffice.
+        """
         found = self.prompter.end_of_turn(turns)
         if found is None:
             raise self._not_as_they_are()

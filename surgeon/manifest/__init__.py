@@ -1,1 +1,1 @@
-"""`surgery.json`: what was done to a checkpoint, its lineage, what of it trains, and the card written from it."""
+"""`surgery.json`: the record of what was done to a checkpoint, its lineage, which tensors train, and the model card."""

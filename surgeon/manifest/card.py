@@ -1,7 +1,7 @@
-"""The model card: README.md of an output, for the Hub and for who opens the folder.
+"""The model card: README.md of an output, for the Hub and for readers of the folder.
 
-A function of the manifest, the tensors' sizes and what the base's card said, so the same surgery gives the same bytes.
-Manifest and base are written by anybody: their words are in code spans and blocks that they cannot close.
+The card depends only on the manifest, the tensors' sizes and the base's card, so the same surgery gives the same bytes.
+Anybody can write a manifest or a base: their texts are put into code spans and blocks that they cannot close.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LayerT = TypeVar("LayerT", LayerEntry, Layer)
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-# Auto class → what the Hub calls its task.
+# Auto class → the Hub's name for its task.
 _TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForMaskedLM": "fill-mask",
@@ -50,11 +50,11 @@ def card(
     verified: Iterable[str] = (),
     delta: bool = False,
 ) -> bytes:
-    """The card's text. `config` is the output's, `sizes` are numbers of parameters by tensor.
+    """Return the card's text. `config` is the output's; `sizes` maps tensors to numbers of parameters.
 
-    `verified` are lines on what was checked. With `repo_id` (`user/name`) the snippets load from the Hub, else from a
-    folder. The card of a `delta` says what it lacks and how to put it back; `sizes` are then those of the tensors that
-    it holds.
+    `verified` are lines on what was checked. With `repo_id` (`user/name`) the code examples load from the Hub, else
+    from a folder. The card of a `delta` states which tensors the delta lacks and how to restore the output; `sizes`
+    then covers the tensors of the delta.
     """
     base_model, auto = base_model_of(manifest, metadata), _auto_class(config)
     done = [_done(manifest), _proof(manifest, list(verified))]
@@ -70,7 +70,7 @@ def card(
 def _delta(
     manifest: Manifest, base_model: str | None, repo_id: str | None, auto: str, sizes: Mapping[str, int]
 ) -> list[str]:
-    """What a delta lacks, and how to put it back."""
+    """Return the part of a delta's card on what the delta lacks and how to restore the output."""
     base = base_model if manifest.base.revision and base_model == manifest.base.id else "BASE"
     commit = manifest.base.revision or ""
     pinned = f" --revision {commit}" if base != "BASE" and _COMMIT.fullmatch(commit) else ""
@@ -91,7 +91,7 @@ def _delta(
 
 
 def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
-    """The Hub id of the nearest base that came from the Hub; of bases that were folders, what the card says."""
+    """Return the Hub id of the nearest base from the Hub; where bases were folders, the id in the base's card."""
     if metadata.base_model is not None and manifest.base.revision is None:
         return metadata.base_model
     nearest = [(manifest.base.id, manifest.base.revision)]
@@ -107,7 +107,7 @@ def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto:
             "library_name": "surgeon" if delta else "transformers",
             "pipeline_tag": _TASKS.get(auto),
             "base_model": base_model,
-            # Of the Hub's four (adapter, finetune, merge, quantized) the one for a model that goes on from its base.
+            # The Hub knows four relations (adapter, finetune, merge, quantized); "finetune" fits a grown model best.
             "base_model_relation": ("adapter" if delta else "finetune") if base_model else None,
             "license": metadata.license,
             "license_name": metadata.license_name,
@@ -139,10 +139,10 @@ def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
 
 
 def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
-    """How many numbers of a new tensor are the base's."""
+    """Return how many numbers of a new tensor are the base's."""
     kept = made.kept
     numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[made.dtype]
-    # A part of a new layer is a copy of an old one's.
+    # The same base tensor may be copied more than once: count its numbers only once.
     return min(numbers, sum(math.prod(manifest.base.tensors[name].shape) for name in kept.tensors))
 
 
@@ -185,7 +185,7 @@ def _done(manifest: Manifest) -> str:
 
 
 def _measured(texts: Sequence[TextCounts]) -> list[str]:
-    """What a change of the vocabulary makes of texts; nothing where none was measured."""
+    """Return a table of texts before and after a change of the vocabulary; empty where no text was measured."""
     if not texts:
         return []
     rows = [
@@ -198,7 +198,7 @@ def _measured(texts: Sequence[TextCounts]) -> list[str]:
 
 
 def _stack(layers: list[LayerEntry]) -> list[str]:
-    """One line a run of layers: base layers, output layers, what they are."""
+    """Return one line for each run of layers: base layers, output layers, description."""
     rows = [("base", "", "output", "")]
     end_of_run = len(layers)
     for run in reversed(layer_runs(layers)):
@@ -219,7 +219,7 @@ def _stack(layers: list[LayerEntry]) -> list[str]:
 
 
 def layer_runs(layers: Iterable[LayerT]) -> list[list[LayerT]]:
-    """Layers that follow each other and are shown as one: neighbours in the base, or made alike by one operation."""
+    """Group consecutive layers that are shown as one: neighbours in the base, or layers made alike by one operation."""
     runs: list[list[LayerT]] = []
     for layer in layers:
         if runs and _joins(runs[-1][-1], layer):
@@ -238,7 +238,7 @@ def _joins(below: LayerEntry | Layer, above: LayerEntry | Layer) -> bool:
 
 
 def _on_twin(manifest: Manifest) -> str:
-    """That the promise was proven before the weights were written, where the manifest says so."""
+    """Return a sentence that the promise was proven before the weights were written, if the manifest records this."""
     if not manifest.proven:
         return ""
     shown = ", ".join(_code(f"{name} {version}") for name, version in manifest.proven.items())
@@ -289,7 +289,7 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
 
 
 def _is_converted(manifest: Manifest) -> bool:
-    """Whether it became a model of another class of transformers, which holds its tensors under other names."""
+    """Return whether the output is of another transformers class, which has other names for the base's tensors."""
     return manifest.native and has_other_names(manifest)
 
 
@@ -334,7 +334,7 @@ def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None,
 
 
 def _gate(figures: Mapping[str, Any] | None) -> list[str]:
-    """What a run measured of the domain gate that it fitted; a file's figures need not be numbers."""
+    """Return lines on a fitted domain gate's measurements; empty where the file's figures are not numbers."""
     shares = [(figures or {}).get(key) for key in ("new", "original")]
     new, original = (share if isinstance(share, float) else None for share in shares)
     if new is None or original is None:
@@ -372,7 +372,7 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
     if repo_id:
         imports += "from huggingface_hub import hf_hub_download\n"
         fetched = f'hf_hub_download("{repo_id}", "{MANIFEST_FILE}", revision=revision)'
-    # What holds a part for each layer holds those of the base's too.
+    # A tensor with a part for each layer also contains the base's layers.
     stays = any(each.stays for each in made.values())
     frozen = 'new = {name for name, made in new.items() if made.get("holds") != "kept"}\n' if stays else ""
     code = (
@@ -405,7 +405,7 @@ def _license(metadata: Metadata) -> str:
 
 
 def _papers(manifest: Manifest) -> str:
-    """Papers of all surgeries."""
+    """Return the card's section with the papers behind all operations."""
     done: list[tuple[str, list[str]]] = []
     for known in (*manifest.lineage, manifest):
         made = [layer for layer in known.layers if layer.base is None]
@@ -418,19 +418,19 @@ def _papers(manifest: Manifest) -> str:
 
 
 def _history(manifest: Manifest) -> list[list[str]]:
-    """The operations of every surgery, oldest first."""
+    """Return the operations' names of every surgery, oldest first."""
     return [[entry.op for entry in surgery.operations] for surgery in (*manifest.lineage, manifest)]
 
 
 def _auto_class(config: Mapping[str, Any]) -> str:
-    """The auto class of a checkpoint, by the head its config names."""
+    """Return the auto class of a checkpoint, by the head that its config names."""
     names = config.get("architectures")
     named = str(names[0]) if isinstance(names, list) and names else ""
     return next((auto for auto in _TASKS if named.endswith(auto.removeprefix("AutoModel"))), "AutoModel")
 
 
 def _code(text: Any) -> str:
-    """A code span that its content cannot close, whatever it holds."""
+    """Return a Markdown code span that its content cannot close."""
     shown = printable(str(text), 400)
     fence = "`" * (_longest_run(shown) + 1)
     pad = " " if shown.startswith("`") or shown.endswith("`") or not shown.strip() else ""

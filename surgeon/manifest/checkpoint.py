@@ -1,4 +1,4 @@
-"""A checkpoint as a researcher opens it: what its files say of it, its weights once they are read."""
+"""A checkpoint opened for research: facts from its files, and its weights on demand."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint:
-    """An opened checkpoint: config, tensor headers and surgery.json were read and checked, no weights.
+    """An opened checkpoint: config, tensor headers and surgery.json have been read and checked, but no weights.
 
-    `name` is what it was opened by; `repo_id` and `revision` are the Hub's, None for a local folder.
+    `name` is the path or id with which it was opened. `repo_id` and `revision` are the Hub's, None for a local folder.
     """
 
     name: str
@@ -49,22 +49,22 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
-        """The local folder; of a checkpoint from the Hub its snapshot."""
+        """The local folder; for a checkpoint from the Hub, its snapshot."""
         return self.folder.path
 
     @property
     def id(self) -> str:
-        """The id by which surgery.json of an output names it: the repository's, or the folder's name."""
+        """The id that an output's surgery.json would use for it: the repository's id, or the folder's name."""
         return self.repo_id or self.path.resolve().name
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What config.json says."""
+        """The content of config.json."""
         return self.folder.config
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor's dtype, shape and place, by its name."""
+        """Every tensor's dtype, shape and position in its file, by name."""
         return self.folder.tensors
 
     @property
@@ -79,61 +79,66 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """What surgery.json says; None for a checkpoint that surgeon did not make. Raises BadInput for a wrong one."""
+        """The content of surgery.json; None for a checkpoint that surgeon did not make.
+
+        Raises BadInput for an invalid one.
+        """
         return None if self.folder.manifest is None else manifest_of(self.folder)
 
     @property
     def base_ids(self) -> set[str]:
-        """The ids of the checkpoints that it was made from, by surgery.json."""
+        """The ids of the checkpoints from which it was made, by surgery.json."""
         if self.manifest is None:
             return set()
         return {self.manifest.base.id, *(ancestor.base.id for ancestor in self.manifest.lineage)}
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """What its tensors are: layers, blocks, sizes. Raises BadInput where its type cannot be taken apart."""
+        """The roles of its tensors: layers, blocks, sizes. Raises BadInput where its model type cannot be dissected."""
         return dissect_folder(self.folder)
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """The number of layers."""
         return self.anatomy.sizes.layers
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it reads whole sequences and predicts no next token."""
+        """Whether the model is an encoder: it reads whole sequences and predicts no next token."""
         return is_encoder(self.folder.config)
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it has a head for labels."""
+        """Whether it has a classification head."""
         return is_classifier(self.config)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of its head, by their numbers; empty where there are none."""
+        """The labels of its classification head, in order; empty where there are none."""
         return label_names(self.config)
 
     @property
     def context(self) -> int | None:
-        """How many positions the model was made for; None where config.json does not say."""
+        """The number of positions for which the model was made; None where config.json does not state it."""
         return context_of(self.config)
 
     @property
     def vocabulary(self) -> int | None:
-        """How many tokens the model knows; None where config.json does not say."""
+        """The number of tokens in the model's vocabulary; None where config.json does not state it."""
         return vocabulary_of(self.config)
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template; None where there is none."""
+        """The chat template, or None."""
         return template_of(self.folder)
 
     def linear_modules(self) -> tuple[list[str], str]:
-        """Return what a LoRA can adapt of attention and FFN, as names for `targets`, and a matrix that it cannot.
+        """Return the attention and FFN modules that a LoRA can adapt, as `targets` names, and one matrix that it
+        cannot.
 
-        Names are paths within a layer, in the layers' order. The second is empty where `targets: all` would do. FFNs
-        are left out where one has experts, with which PEFT confuses the modules beside them.
+        Names are paths within a layer, in the layers' order. The second result is empty where `targets: all` would do.
+        FFNs are left out where one has experts, because PEFT would confuse expert modules with the modules next to
+        them.
         """
         linear: dict[str, dict[str, None]] = {role: {} for role in (ATTENTION, FFN)}
         others: dict[str, dict[str, str]] = {role: {} for role in (ATTENTION, FFN)}
@@ -152,18 +157,21 @@ class Checkpoint:
         return [path for role in whole for path in linear[role]], other
 
     def digests(self, advance: Callable[[int], None] = lambda _bytes: None) -> dict[str, str]:
-        """Return the hex sha256 of every tensor's bytes; `advance` receives the bytes read."""
+        """Return the hex sha256 of every tensor's bytes; `advance` receives the count of bytes read."""
         return digests_of(self.folder, self.folder.tensors, advance)
 
     def side_digests(self) -> dict[str, str]:
-        """Return the hex sha256 of every file beside the shards, by its name, but for a record (`add_record`)."""
+        """Return the hex sha256 of every file other than the shards, by name, except a record (`add_record`)."""
         source = self.folder.source
         others = (*self.folder.shards, RECORD_FILE, f".{RECORD_FILE}.new")
         names = [name for name in source.listing() if not name.endswith("/") and name not in others]
         return {name: hashlib.sha256(source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest() for name in names}
 
     def changed_tensors(self) -> list[str]:
-        """Return the tensors that are not what surgery.json says of them. Raises BadInput where there is none."""
+        """Return the tensors that differ from their entries in surgery.json.
+
+        Raises BadInput where there is no surgery.json.
+        """
         recorded = recorded_tensors(manifest_of(self.folder), file=str(self.path / MANIFEST_FILE))
         digests, infos = self.digests(), self.folder.tensors
         return [name for name, info in infos.items() if recorded.get(name) != StoredTensor.of(info, digests[name])]
@@ -187,7 +195,7 @@ class Checkpoint:
             dtype: auto (the checkpoint's), float32, bfloat16 or float16.
             device: A torch device, such as cpu or cuda:0.
             attention: The attention implementation; None: the one that transformers chooses.
-            say: Receives a line about what the model has no place for.
+            say: Receives a line about tensors that have no place in the model.
 
         Raises:
             BadInput: The model cannot be loaded, or tensors are missing.
@@ -203,7 +211,7 @@ class Checkpoint:
         return load_model(self.folder, **options)
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer in the folder, as transformers loads it. Raises BadInput where there is none."""
+        """Return the tokenizer in the folder, as transformers loads it. Raises BadInput where it cannot be loaded."""
         from surgeon.models.load import find_tokenizer
 
         found, why_not = find_tokenizer(self.path)
@@ -213,10 +221,10 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a checkpoint: a folder, or `user/name` (`user/name@revision`) on the Hub, which is downloaded at need.
+    """Open a checkpoint: a folder, or `user/name[@revision]` on the Hub, downloaded where necessary.
 
-    Headers, config and surgery.json are read and checked, weights are not; code in the folder is refused but with
-    `trust_remote_code`. Raises BadInput, one line, for the first thing that is missing or wrong.
+    Headers, config and surgery.json are read and checked, weights are not. Code in the folder is refused without
+    `trust_remote_code`. Raises BadInput, in one line, for the first thing that is missing or wrong.
     """
     name = str(model)
     located = locate(name, revision=revision, code=trust_remote_code)
@@ -225,9 +233,9 @@ def open_checkpoint(model: str | Path, *, revision: str | None = None, trust_rem
 
 
 def check_model(model: str | Path, *, trust_remote_code: bool = False) -> None:
-    """Raise BadInput for what cannot be a checkpoint: a folder that cannot be opened, or no id of the Hub.
+    """Raise BadInput for anything that cannot be a checkpoint: a folder that cannot be opened, or an invalid Hub id.
 
-    The Hub itself is not called, so that what is wrong is said before anything is downloaded.
+    The Hub itself is not called, so that such errors are reported before any download.
     """
     if Path(meant(str(model))).exists():
         open_checkpoint(model, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""The manifest that a plan makes on a base: written by `apply`, and made again by `verify` to compare."""
+"""The manifest of a plan on a base: composed by `apply`, and composed again by `verify` for comparison."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOOL = Tool(name="surgeon", version=__version__)
 
 @dataclass(frozen=True)
 class BaseId:
-    """How the base is called: a Hub id with the commit it was read at, or a folder's name."""
+    """The base's name: a Hub id with the commit that was read, or a folder's name."""
 
     name: str
     revision: str | None = None
@@ -51,10 +51,10 @@ class BaseId:
 def base_entry(
     base: CheckpointFolder, base_id: BaseId, *, layers: int, digests: Mapping[str, str], files: Mapping[str, str]
 ) -> Base:
-    """Return what a manifest says of an opened base.
+    """Return the manifest's entry of an opened base.
 
-    `digests` are those of its tensors, `files` those of its side files, by name. Raises BadInput where its file of code
-    cannot be read.
+    `digests` are the digests of its tensors, `files` those of its side files, by name. Raises BadInput where its code
+    file cannot be read.
     """
     beside = {name: files[name] for name in base.side_files}
     if is_grafted(base.config) and (code := base.read_code(CODE_FILE)) is not None:
@@ -73,13 +73,12 @@ def base_entry(
 
 @dataclass(frozen=True)
 class Written:
-    """What an execution wrote, and what it found out on the way.
+    """The results of an execution: what it wrote, and what it found on the way.
 
-    `digests` are of output tensors, `files` of the files beside them, `texts` of those that the base was run on;
-    `reports` are what solvers and networks report of themselves, and what merges changed, by the names of transport
-    maps, of networks and of tensors;
-    `models` are other models that tensors were taken from; `proven` are the versions of the libraries by which the
-    promise was proven on a twin.
+    `digests` are digests of output tensors, `files` of the files next to them, `texts` of the texts on which the base
+    was run. `reports` are reports of solvers, of networks and of merges, by the names of transport maps, networks and
+    tensors. `models` are other models from which tensors were taken. `proven` are the versions of the libraries with
+    which the promise was proven on a twin.
     """
 
     digests: Mapping[str, str]
@@ -102,11 +101,11 @@ def compose(
 
     Args:
         loaded: the plan.
-        blueprint: what it makes of the base.
-        base: what the manifest says of the base.
+        blueprint: the plan drawn on the base.
+        base: the manifest's entry of the base.
         lineage: the base's own surgeries, oldest first.
-        facts: what operations found out of the base, by their numbers.
-        written: digests, and what was found out on the way.
+        facts: what operations found in the base, by their numbers.
+        written: digests, and what the execution found on the way.
     """
     maps = {name: dict(report) for name, report in sorted(written.reports.items()) if name in blueprint.couplings}
     merged = {name: ChangeEntry(**written.reports[name]) for name in blueprint.changes if name in written.reports}
@@ -143,7 +142,7 @@ def compose(
 
 
 def _operations_of(blueprint: Blueprint) -> list[OperationEntry]:
-    """Return what a manifest says of each operation of the plan, in the plan's order."""
+    """Return the manifest's entry of each operation of the plan, in the plan's order."""
     return [
         OperationEntry(
             op=record.op,
@@ -157,7 +156,7 @@ def _operations_of(blueprint: Blueprint) -> list[OperationEntry]:
 
 
 def _layers_of(blueprint: Blueprint) -> list[LayerEntry]:
-    """Return what a manifest says of each layer of the output: where it is from, and what was grafted on it."""
+    """Return the manifest's entry of each layer of the output: its origin and its grafts."""
     return [
         LayerEntry(
             base=layer.base,
@@ -171,7 +170,7 @@ def _layers_of(blueprint: Blueprint) -> list[LayerEntry]:
 
 
 def _new_tensors_of(blueprint: Blueprint, digests: Mapping[str, str]) -> dict[str, NewTensor]:
-    """Return, by name, what a manifest says of each tensor that the plan makes, with its digest of `digests`."""
+    """Return, by name, the manifest's entry of each tensor that the plan makes, with its digest."""
     return {
         output.name: NewTensor.made(output.recipe, digests[output.name], output.operation or 0)
         for output in blueprint.outputs
@@ -182,7 +181,7 @@ def _new_tensors_of(blueprint: Blueprint, digests: Mapping[str, str]) -> dict[st
 def without_surgery(
     base: CheckpointFolder, base_id: BaseId, anatomy: Anatomy, *, digests: Mapping[str, str], files: Mapping[str, str]
 ) -> Manifest:
-    """The manifest of a model that was not operated on, as training begins with it: every tensor is the base's."""
+    """Return the manifest of a model without surgery, for training that starts from it: every tensor is the base's."""
     loaded = recorded_plan(NO_OPERATIONS, source="")
     return compose(
         loaded,
@@ -195,7 +194,7 @@ def without_surgery(
 
 
 def plugins_of(blueprint: Blueprint) -> dict[str, str]:
-    """The distributions (with versions) whose operations, family or code took part."""
+    """Return the plugin distributions (with versions) that provided operations, the model family or code."""
     native = native_config(blueprint.config)
     brought = [OPERATIONS.plugin_of(record.op) for record in blueprint.operations]
     brought.append(HINTS.plugin_of(native["model_type"]))
@@ -203,10 +202,13 @@ def plugins_of(blueprint: Blueprint) -> dict[str, str]:
 
 
 def surgeries_of(base: CheckpointFolder) -> list[Surgery]:
-    """The base's own surgeries, oldest first (none: it is no output of surgeon). Raises BadInput for edited ones."""
+    """Return the base's own surgeries, oldest first (none: it is no output of surgeon).
+
+    Raises BadInput for edited ones.
+    """
     return [] if base.manifest is None else as_lineage(manifest_of(base))
 
 
 def as_lineage(manifest: Manifest) -> list[Surgery]:
-    """What `lineage` is in the manifest of a surgery on this one's output."""
+    """Return the `lineage` field for the manifest of a further surgery on this manifest's output."""
     return [*manifest.lineage, Surgery(**manifest.own)]

@@ -1,4 +1,4 @@
-"""What operations found out of a base, as surgery.json keeps it: read again to draw the plan anew."""
+"""What operations found in a base, as surgery.json keeps it; read again to draw the plan again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from surgeon.plan.plan import Plan
 
 
 def facts_of(surgery: Surgery, plan: Plan, *, file: str) -> dict[int, Facts]:
-    """The facts that a surgery keeps for the operations of its plan, by their numbers.
+    """Return the facts that a surgery keeps for the operations of its plan, by operation number.
 
-    Raises BadInput, which names `file`, for facts that are none of the operation's or contradict themselves.
+    Raises BadInput, which names `file`, for facts that do not belong to the operation or contradict themselves.
     """
     found: dict[int, Facts] = {}
     for number, operation in enumerate(plan.operations):
@@ -46,9 +46,9 @@ def _read(operation: Operation, kind: type[Facts], kept: KeptFacts, file: str) -
 
 
 def kept(facts: Mapping[int, Facts]) -> dict[str, KeptFacts]:
-    """The facts of a plan's operations as surgery.json keeps them: without what is as it is by default.
+    """Return the facts of a plan's operations in surgery.json's form: default values are left out.
 
-    So there is one way to say them.
+    So each set of facts has only one form.
     """
     dumped = {number: each.model_dump(mode="json", exclude_defaults=True) for number, each in facts.items()}
     return {str(number): KeptFacts(**data) for number, data in dumped.items()}

@@ -1,7 +1,7 @@
-"""The surgeries that an output went through: its earlier states, and where their tensors are now.
+"""The surgeries of an output: its earlier states, and where their tensors are now.
 
-A surgery is one applied plan. After S of them an output has states 0 (the first base) to S (itself); its manifest
-has what every state had, by digests.
+A surgery is one applied plan. After S surgeries an output has states 0 (the first base) to S (itself); its manifest
+records every state's content by digests.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
 @dataclass(frozen=True)
 class Lineage:
-    """An output's surgeries, oldest first, the output's own last."""
+    """The surgeries of an output, oldest first; its own last surgery is the last element."""
 
     surgeries: tuple[Manifest, ...]
     file: str
 
     @classmethod
     def of(cls, last: Manifest, *, file: str = MANIFEST_FILE) -> Lineage:
-        """The surgeries of `last`, which was read from `file`. Raises BadInput where two do not fit together."""
+        """Return the surgeries of `last`, which was read from `file`. Raises BadInput where two do not fit together."""
         surgeries = [manifest_before(last, number) for number in range(len(last.lineage))] + [last]
         for number, (earlier, later) in enumerate(pairwise(surgeries), 1):
             if len(earlier.layers) != later.base.layers:
@@ -55,15 +55,15 @@ class Lineage:
 
     @property
     def count(self) -> int:
-        """How many surgeries there were."""
+        """The number of surgeries."""
         return len(self.surgeries)
 
     def since(self, number: int) -> tuple[Manifest, ...]:
-        """The surgeries after state `number`, oldest first."""
+        """Return the surgeries after state `number`, oldest first."""
         return self.surgeries[number:]
 
     def layers(self, number: int) -> dict[int, int]:
-        """For every layer of state `number` that was not taken out since, its number in the output. Raises BadInput."""
+        """Map every layer of state `number` that is still there to its number in the output. Raises BadInput."""
         undone = self.since(number)
         count = undone[0].base.layers if undone else len(self.last.layers)
         layers = {layer: layer for layer in range(count)}
@@ -73,7 +73,7 @@ class Lineage:
         return layers
 
     def places(self, number: int, names: Iterable[str]) -> dict[str, str]:
-        """How tensors of state `number` are called in the output, but for those that lie in several, or in none.
+        """Map tensors of state `number` to their names in the output, except tensors in several places or in none.
 
         Raises BadInput.
         """
@@ -85,10 +85,10 @@ class Lineage:
         return places
 
     def state(self, number: int | None, out: CheckpointFolder) -> State:
-        """State `number` of the output in the folder `out` (None: the one before its last surgery), from headers.
+        """Return state `number` of the output in the folder `out`, from headers (None: the state before its last
+        surgery).
 
-        Raises BadInput where there is no such state, or the output no longer holds it as far as headers and digests
-        show.
+        Raises BadInput where there is no such state, or headers and digests show that the output no longer contains it.
         """
         if number is None:
             number = self.count - 1
@@ -110,7 +110,7 @@ class Lineage:
         return State(number, self, own, undone, found, base.config, code, then, more)
 
     def _check_there(self, name: str, lying: Pieces, surgery: Manifest, out: CheckpointFolder) -> None:
-        """Raise BadInput where the output has no tensor, of the dtype and size, that could hold a state's `name`."""
+        """Raise BadInput where the output has no tensor of the right dtype and size to hold a state's tensor `name`."""
         then = surgery.base.tensors[name]
         for span in lying.spans:
             there = out.tensors.get(span.tensor)
@@ -128,7 +128,7 @@ class Lineage:
                 )
 
     def _more(self, number: int, found: Mapping[str, Pieces], out: CheckpointFolder) -> dict[str, range]:
-        """Return which rows tensors got since, by name: those of a vocabulary that grew."""
+        """Return, by name, the rows that tensors gained since state `number` because a vocabulary grew."""
         since = self.since(number)
         grown = {
             name for manifest in since for name, made in manifest.new_tensors.items() if made.grown_from is not None
@@ -141,7 +141,10 @@ class Lineage:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
 
     def _kept(self, number: int) -> dict[str, Pieces]:
-        """Return where the tensors of state `number` lie in the output. Raises BadInput where a surgery left others."""
+        """Return where the tensors of state `number` are in the output.
+
+        Raises BadInput where a surgery removed or replaced one.
+        """
         undone = self.since(number)
         first = undone[0].base.tensors
         found: dict[str, Pieces] = {}
@@ -168,7 +171,7 @@ class Lineage:
             found = moved if nth == number + 1 else {name: each.through(moved) for name, each in found.items()}
             torn = next((name for name in first if name not in found or not found[name].covered), None)
             if torn is not None:
-                # Where it would be: by the name that a layer's number gives it.
+                # Its expected name in the output, by its layer's new number.
                 home = homes_of(manifest, [torn], file=file).get(torn, torn) if nth == number + 1 else torn
                 made = manifest.new_tensors.get(home)
                 how = f" ({_operation(manifest, made.operation)})" if made is not None else ""
@@ -179,9 +182,9 @@ class Lineage:
         return found
 
     def _check_as_then(self, found: Mapping[str, Pieces], number: int, manifest: Manifest, nth: int) -> None:
-        """Raise BadInput where surgery `nth` found another value than a tensor of state `number` that lay there whole.
+        """Raise BadInput where surgery `nth` found another value in a place where a whole tensor of state `number` was.
 
-        Of what lies in a larger tensor the bytes will show whether it still is what it was.
+        For a tensor inside a larger one, only a later comparison of bytes can show whether it is unchanged.
         """
         first = self.since(number)[0]
         for name, lying in found.items():
@@ -200,9 +203,9 @@ class Lineage:
 class State:
     """State `number` of an output.
 
-    `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `pieces`
-    says of that state's tensors where their bytes lie in the output, `tensors` of which dtype and shape they are, and
-    `more` which rows those have there that got more since. `code` are the files of code that lie beside its weights.
+    `manifest` is the state's own manifest (None for state 0), `undone` the manifests of the later surgeries, oldest
+    first. `pieces` locates the bytes of the state's tensors in the output, `tensors` gives their dtypes and shapes, and
+    `more` the rows that tensors gained since. `code` contains the code files next to the state's weights.
     """
 
     number: int
@@ -217,17 +220,17 @@ class State:
 
     @property
     def base(self) -> Base:
-        """The state as the next surgery found it."""
+        """The manifest's entry of this state as the base of the next surgery."""
         return self.undone[0].base
 
     @property
     def digest(self) -> str:
-        """One digest of all of it: config, tensors, files beside them, and its own surgeries."""
+        """One digest of the state: config, tensors, files next to them, and its own surgeries."""
         return self.undone[0].base_digest
 
     @property
     def promise(self) -> str:
-        """What the surgeries since promise: the weakest of all their promises."""
+        """The weakest promise among the later surgeries."""
         return weakest(manifest.promise for manifest in self.undone)
 
     @property
@@ -237,18 +240,21 @@ class State:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """For every layer of the state, its number in the output."""
+        """The number in the output of every layer of the state."""
         found = self.lineage.layers(self.number)
         return tuple(found[layer] for layer in sorted(found))
 
 
 def manifest_before(last: Manifest, number: int) -> Manifest:
-    """The manifest of surgery `number` (from 0) in the lineage of `last`, as its output had it."""
+    """Return the manifest of surgery `number` (from 0) in the lineage of `last`, as its own output had it."""
     return Manifest(**last.lineage[number].own, lineage=last.lineage[:number])
 
 
 def _code(config: Mapping[str, Any], next_surgery: Manifest, out: CheckpointFolder) -> dict[str, bytes]:
-    """Files of code beside a grafted state's weights; this version's, or the output's own where those were found."""
+    """Return the code files of a grafted state: the output's own, or this version's, whichever has the recorded digest.
+
+    Raises BadInput where neither has it.
+    """
     found: dict[str, bytes] = {}
     for name, digest in next_surgery.base.files.items():
         if not name.endswith(".py"):
@@ -268,7 +274,7 @@ def _code(config: Mapping[str, Any], next_surgery: Manifest, out: CheckpointFold
 
 
 def shown_name(name: str, place: str) -> str:
-    """Return how errors call a tensor: its name now, and its name of then where that was another."""
+    """Return a tensor's name for errors: its current name, and its earlier name where that differs."""
     return printable(place) if name == place else f"{printable(place)} (then {printable(name)})"
 
 
@@ -277,5 +283,5 @@ def _operation(manifest: Manifest, number: int) -> str:
 
 
 def instead_of(manifest: Manifest) -> str:
-    """What to do where a state cannot come back: the base of that surgery has it."""
+    """Return advice where a state cannot be restored: use the base of that surgery itself."""
     return f"take the base of that surgery itself ({printable(at_revision(manifest.base.id, manifest.base.revision))})"

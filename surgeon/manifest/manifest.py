@@ -1,11 +1,12 @@
 """The manifest, `surgery.json`: what was done to a checkpoint, tensor by tensor, with digests.
 
-It is a claim: whoever writes a checkpoint writes its manifest too. On reading, each surgery in it must have the seal
-that its content asks for, so that no field was edited alone; who seals it anew is found out by the base alone, of which
-`verify` makes the manifest again (`surgeon/verification/claims.py`), or by a digest of the base noted elsewhere.
+The manifest is a claim: whoever writes a checkpoint writes its manifest too. On reading, the seal of each surgery is
+compared with its content, so that no field can be edited alone. Somebody who edits a field and seals it again is
+detected only with the base, from which `verify` makes the manifest again (`surgeon/verification/claims.py`), or with a
+digest of the base that was noted elsewhere.
 """
 
-# pydantic copies defaults.
+# Mutable defaults are safe, because pydantic copies them.
 # ruff: noqa: RUF012
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from surgeon.operations.prepare import KeptFacts, SideFile, TextCounts
 FORMAT = 3
 # The share of variance below which a network's fit is called poor.
 LITTLE_EXPLAINED = 0.1
-# An operation's place in its plan.
+# An operation's number in its plan.
 _Number = Annotated[str, Field(pattern=r"^[0-9]{1,2}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -45,7 +46,7 @@ EntryT = TypeVar("EntryT", bound=Entry)
 
 
 class Tool(Entry):
-    """What wrote the checkpoint."""
+    """The program that wrote the checkpoint."""
 
     name: Literal["surgeon"]
     version: str
@@ -58,7 +59,7 @@ def _known_dtype(dtype: str) -> str:
 
 
 class StoredTensor(Entry):
-    """A tensor's value, as a file of weights has it: dtype, shape, and the digest of its bytes."""
+    """A tensor's value as stored in a file of weights: dtype, shape, and the digest of its bytes."""
 
     dtype: Annotated[str, AfterValidator(_known_dtype)]
     shape: list[Many]
@@ -66,20 +67,20 @@ class StoredTensor(Entry):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     @classmethod
     def of(cls, info: TensorInfo, sha256: str) -> StoredTensor:
-        """The value of a tensor whose bytes have this digest."""
+        """Return the stored value of a tensor, given its header entry and digest."""
         return cls(dtype=info.dtype, shape=list(info.shape), sha256=sha256)
 
 
 class Base(Entry):
-    """The checkpoint that was operated on: where it came from and what was in it.
+    """The checkpoint that was operated on: its origin and its content.
 
-    `config` is its config.json as data; `files` are digests of the files beside its weights that came along: tokenizer
-    and other side files, and the code of its grafts.
+    `config` is its config.json as data. `files` are the digests of the files next to its weights that the output keeps:
+    tokenizer and other side files, and the code of its grafts.
     """
 
     id: str
@@ -107,14 +108,14 @@ class OperationEntry(Entry):
 
 
 class GraftEntry(Entry):
-    """One graft of a layer; `operation` is None where the base brought it."""
+    """One graft of a layer; `operation` is None where the base already had the graft."""
 
     text: str
     operation: int | None
 
 
 class LayerEntry(Entry):
-    """One layer of the output: which base layer it is, or what made it from what, and the grafts it carries."""
+    """One layer of the output: its base layer, or the operation and source layers that made it, and its grafts."""
 
     base: int | None
     operation: int | None
@@ -132,16 +133,16 @@ def _possible_spans(text: str) -> str:
 
 
 _SPAN = "[0-9]{1,16}( [0-9]{1,16}){2}( [1-9][0-9]{0,15}( [0-9]{1,16}){2})?"
-# Spans of one tensor (`Span`): the first byte there, the length, the first byte here; of several runs, count and steps.
+# Spans of one tensor (`Span`): first byte in the source, length, first byte here; for several runs, count and steps.
 _Spans = Annotated[str, Field(pattern=f"^{_SPAN}(; {_SPAN})*$"), AfterValidator(_possible_spans)]
 
 
 class NewTensor(StoredTensor):
-    """A tensor the base does not have, or has otherwise: which operation made it, how, and its value at birth.
+    """A tensor that the base lacks or has with another value: the operation that made it, how, and its value at birth.
 
-    `spans` are the bytes that the base has there, by the base's tensors, without those that are repeated from a tensor
-    which lies whole in it or elsewhere; `holds` says what becomes of them. `copied`: it begins as one tensor that keeps
-    a place of its own. `grown_from` is the first row that is not the base's, where a vocabulary grew.
+    `spans` are the base's bytes in it, by the base's tensors; bytes repeated from a tensor that is complete in it or
+    elsewhere are left out. `holds` states whether these bytes train. `copied`: it begins as a copy of one tensor that
+    also stays in its own place. `grown_from` is the first row that is not the base's, where a vocabulary grew.
     """
 
     operation: int
@@ -152,7 +153,7 @@ class NewTensor(StoredTensor):
 
     @classmethod
     def made(cls, recipe: Recipe, sha256: str, operation: int) -> NewTensor:
-        """The tensor that a recipe makes, whose bytes have this digest."""
+        """Return the entry of the tensor that a recipe makes and whose bytes have this digest."""
         more: dict[str, Any] = {}
         if recipe.own.spans:
             more = {"holds": recipe.holds, "spans": _as_text(recipe.own)}
@@ -163,28 +164,28 @@ class NewTensor(StoredTensor):
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The bytes of the base in it, as `spans` has them."""
+        """The base's bytes in it, parsed from `spans`."""
         each = ((name, map(int, span.split())) for name, text in self.spans.items() for span in text.split("; "))
         return Pieces.of(self.nbytes, (Span(name, *numbers) for name, numbers in each))
 
     @cached_property
     def kept(self) -> Pieces:
-        """Those that do not train with what is new."""
+        """The base's bytes in it that do not train when the new tensors train."""
         return that_stay(self.pieces, self.holds)
 
     @property
     def is_copy(self) -> bool:
-        """Whether it begins as one tensor that keeps a place of its own."""
+        """Whether it begins as a copy of one tensor that also stays in its own place."""
         return self.holds == "copied"
 
     @property
     def stays(self) -> bool:
-        """Whether all of it stays as it is where new tensors train: the base computes with what it holds."""
+        """Whether the whole tensor stays fixed when new tensors train: the base computes with its content."""
         return bool(self.kept.spans) and self.kept.covered
 
 
 def _as_text(pieces: Pieces) -> dict[str, str]:
-    """Spans by the tensors whose bytes they are."""
+    """Return the spans as text, grouped by their source tensors."""
     found: dict[str, list[str]] = {}
     for span in pieces.spans:
         runs = f" {span.count} {span.step} {span.every}" if span.count > 1 else ""
@@ -193,9 +194,9 @@ def _as_text(pieces: Pieces) -> dict[str, str]:
 
 
 class TrainedTensor(Entry):
-    """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before).
+    """A tensor's change by training: its digest after it, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before).
 
-    `before` is the digest that it had before the run, where something of the base's was in it that was to change.
+    `before` is its digest before the run, where the run was to change bytes of the base in it.
     """
 
     sha256: Sha256
@@ -205,19 +206,19 @@ class TrainedTensor(Entry):
 
 
 class AdapterEntry(Entry):
-    """The PEFT adapter in `adapter/` whose product with itself is merged into what trained: its config and tensors."""
+    """The PEFT adapter in `adapter/`, whose product B A is already merged into the trained tensors."""
 
     config: Sha256
     tensors: dict[str, StoredTensor]
 
 
 class TrainingEntry(Entry):
-    """One training run of this surgery's output: by which config and settings, for how long, what it changed.
+    """One training run of this surgery's output: its config and settings, its length, and its changes.
 
-    `kept` are the tensors whose values from before all training lie in `base-tensors/` of this run's output.
-    `published_step` is the step that was published, where that is the best one on a source. `scores` are, by source,
-    what else was measured of a classification head: accuracy, and F1 and Matthews' correlation where there are any.
-    `curves` are, by source, the held-out losses by step, each time that they were measured.
+    `kept` are the tensors whose values from before all training are in `base-tensors/` of this run's output.
+    `published_step` is the step that was published, where this is the best step on a source. `scores` are, by source,
+    further measurements of a classification head: accuracy, and F1 and Matthews' correlation where defined. `curves`
+    are, by source, the held-out losses by step, for each step with a measurement.
     """
 
     tool: Tool
@@ -230,16 +231,16 @@ class TrainingEntry(Entry):
     adapter: AdapterEntry | None = None
     kept: list[str] = []
     published_step: int | None = None
-    # What was measured of a domain gate that the run fitted.
+    # Measurements of a domain gate that the run fitted.
     gate: dict[str, Any] | None = None
     scores: dict[str, dict[str, float]] = {}
     curves: dict[str, dict[str, float]] = {}
-    # What was left out of its texts, and how they were read.
+    # Notes on what was left out of its texts, and on how they were read.
     notes: list[str] = []
 
     @property
     def blend(self) -> str:
-        """Which shares of the run a blend with the base has, in words; empty where the tensors were trained."""
+        """The shares of the run in a blend with the base, in words; empty where the tensors were trained instead."""
         shares = self.config.get("blend")
         if not isinstance(shares, dict):
             return ""
@@ -248,14 +249,14 @@ class TrainingEntry(Entry):
 
 
 class ModelEntry(Entry):
-    """Another model that the plan took tensors from: what it is called, and one digest of those tensors' digests."""
+    """Another model from which the plan took tensors: its name, and one digest over the digests of those tensors."""
 
     id: str
     sha256: Sha256
 
 
 class FitEntry(Entry):
-    """How well a network that predicted matrices fits those that it learned from (`surgeon.writing.prediction.Fit`)."""
+    """How well a network that predicts matrices fits its training matrices (`surgeon.writing.prediction.Fit`)."""
 
     explained: Annotated[float, Field(le=1, allow_inf_nan=False)]
     cosine: Annotated[float, Field(allow_inf_nan=False)]
@@ -264,11 +265,11 @@ class FitEntry(Entry):
 
 
 class ChangeEntry(Entry):
-    """What a merge changed in a tensor W, and what rounding left of that.
+    """A merge's change ΔW of a tensor W, and the part of it that rounding left.
 
     `change` is ‖ΔW‖ / ‖W‖ (None: W is zero). `nearest` and `kept` are the shares of ΔW that are left by rounding to
-    nearest, and by the rounding that was done: ⟨what changed, ΔW⟩ / ‖ΔW‖². `guided` rows were rounded so that their
-    error cancels on what the adapter reads.
+    nearest, and by the rounding actually used: ⟨actual change, ΔW⟩ / ‖ΔW‖². `guided` counts rows that were rounded so
+    that their error cancels on the inputs of the adapter.
     """
 
     change: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
@@ -278,14 +279,14 @@ class ChangeEntry(Entry):
 
 
 class Surgery(Entry):
-    """One applied plan: the base, what was done to it, and what training made of the result since.
+    """One applied plan: the base, the operations on it, and the training of the result since then.
 
-    `files` are digests of every file beside the weights but the card and the manifest itself. `sha256` is over all of
-    this and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone. `proven`: the
-    libraries, with versions, by which a promise of exactness was proven on a twin before anything was written.
-    By the operations' numbers, `facts` is what they found out of the base before the plan was drawn
-    (`surgeon/operations/prepare.py`), `dropped` are the base's layers and `left_behind` its tensors that are not in the
-    output.
+    `files` are digests of every file next to the weights except the card and the manifest. `sha256` covers all of this
+    and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone. `proven`: the libraries,
+    with versions, with which a promise of exactness was proven on a twin before anything was written. Three fields are
+    keyed by operation number. `facts` are what operations found in the base before the plan was drawn
+    (`surgeon/operations/prepare.py`). `dropped` are the base's layers, and `left_behind` the base's tensors, that the
+    output lacks.
     """
 
     surgeon_manifest: Literal[3]
@@ -313,28 +314,28 @@ class Surgery(Entry):
 
     @property
     def own(self) -> dict[str, Any]:
-        """The fields of this surgery alone, as they are; those that came after it was written are not among them."""
+        """The fields of this surgery only, unchanged, without fields that are newer than the manifest's writer."""
         return {name: getattr(self, name) for name in Surgery.model_fields if name in self.model_fields_set}
 
     @property
     def side_files(self) -> dict[str, SideFile]:
-        """The side files that the output has otherwise than the base, or is without, and how they differ."""
+        """The side files that the output lacks or has changed from the base's, and how they differ."""
         found = (each for facts in self.facts.values() for each in facts.side_files.items())
         return {name: how for name, how in found if is_side_file(name)}
 
     @property
     def measured(self) -> list[TextCounts]:
-        """What changes of the vocabulary make of texts."""
+        """The token counts of texts before and after changes of the vocabulary."""
         return [text for facts in self.facts.values() for text in facts.texts]
 
     @property
     def poor_fits(self) -> list[str]:
-        """The networks that explain less than `LITTLE_EXPLAINED` of what they learned from."""
+        """The networks that explain less than `LITTLE_EXPLAINED` of their training data's variance."""
         return [name for name, fit in self.fits.items() if fit.explained < LITTLE_EXPLAINED]
 
     @property
     def fit_text(self) -> str:
-        """How well networks predict the matrices that they learned from, in a sentence; empty where there is none."""
+        """How well networks predict the matrices in their training data, in a sentence; empty without networks."""
         if not self.fits:
             return ""
         explained = [fit.explained for fit in self.fits.values()]
@@ -350,7 +351,7 @@ class Surgery(Entry):
 
     @property
     def merge_text(self) -> str:
-        """What merges changed and rounding left of it, in a sentence; empty where there is none."""
+        """What merges changed and how much of it rounding left, in a sentence; empty without merges."""
         if not self.merged:
             return ""
         if not any(entry.change for entry in self.merged.values()):
@@ -367,27 +368,27 @@ class Surgery(Entry):
 
     @property
     def dropped_layers(self) -> dict[int, int]:
-        """The layers of the base that are not in the output, each with the operation that took it out."""
+        """The base's layers that the output lacks, each with the operation that removed it."""
         return {layer: int(number) for number, layers in self.dropped.items() for layer in layers}
 
     @property
     def without(self) -> dict[str, int]:
-        """The tensors of the base that were left behind, each with the operation that did so."""
+        """The base's tensors that were left behind, each with the operation that left it."""
         return {name: int(number) for number, names in self.left_behind.items() for name in names}
 
     @property
     def code(self) -> dict[str, Sha256]:
-        """Digests of the files of code."""
+        """Digests of the code files."""
         return {name: digest for name, digest in self.files.items() if name.endswith(".py")}
 
     @property
     def trained(self) -> dict[str, Sha256]:
-        """Digests of the tensors that were trained since the surgery, as the last run left each."""
+        """Digests of the tensors that were trained since the surgery, after the last run that changed each."""
         return {name: tensor.sha256 for run in self.training for name, tensor in run.tensors.items()}
 
     @property
     def changed_of_base(self) -> dict[str, Sha256]:
-        """Digests that tensors had before the first training that was to change something of the base's in them."""
+        """Digests of tensors before the first training run that was to change bytes of the base in them."""
         found: dict[str, Sha256] = {}
         for run in self.training:
             for name, tensor in run.tensors.items():
@@ -397,18 +398,18 @@ class Surgery(Entry):
 
     @property
     def kept(self) -> dict[str, Sha256]:
-        """Digests of what lies in `base-tensors/` of this very output, by the tensors' names."""
+        """Digests of the tensors in `base-tensors/` of this output, by the tensors' names."""
         there = set(self.training[-1].kept) if self.training else set()
         return {name: digest for name, digest in self.changed_of_base.items() if name in there}
 
     @property
     def adapter(self) -> AdapterEntry | None:
-        """The PEFT adapter in `adapter/` of this very output."""
+        """The PEFT adapter in `adapter/` of this output, or None."""
         return self.training[-1].adapter if self.training else None
 
 
 class Manifest(Surgery):
-    """Everything `surgery.json` says: the last surgery, and in `lineage` those before it, oldest first."""
+    """The whole content of `surgery.json`: the last surgery, and in `lineage` the surgeries before it, oldest first."""
 
     lineage: list[Surgery]
 
@@ -419,26 +420,26 @@ class Manifest(Surgery):
         return _sha256({**base, "surgery": self.lineage[-1].sha256 if self.lineage else None})
 
     def changed(self, **fields: Any) -> Manifest:
-        """The manifest with other fields, sealed anew."""
+        """Return the manifest with these fields replaced and a new seal."""
         changed = self.model_copy(update=fields)
         return changed.model_copy(update={"sha256": seal_of(changed.data())})
 
     def data(self) -> dict[str, Any]:
         """Return the manifest as JSON data.
 
-        Fields that came after an entry was written stay out of it: its seal is without them.
+        Fields that did not exist when an entry was written stay out: the entry's seal does not cover them.
         """
         return self.model_dump(exclude_unset=True)
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         return (json.dumps(self.data(), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def seal_of(data: Mapping[str, Any]) -> str:
-    """What `sha256` of a manifest (as JSON data) must be: a digest of all else in it.
+    """Return the correct `sha256` of a manifest (as JSON data): a digest of everything else in it.
 
-    Of the surgeries before it the last one's seal counts, which covers those before.
+    Of the lineage only the last seal enters the digest; it covers the surgeries before.
     """
     own = {key: value for key, value in data.items() if key not in ("sha256", "lineage")}
     lineage = data.get("lineage")
@@ -450,5 +451,5 @@ def _sha256(data: Mapping[str, Any]) -> str:
 
 
 def sealed(data: dict[str, Any]) -> Manifest:
-    """The manifest of these fields, all but its seal."""
+    """Return the manifest with these fields (all but the seal) and its seal."""
     return Manifest(**data, sha256="0" * 64).changed()

@@ -1,6 +1,6 @@
-"""Where a surgery left the bytes of its base: pieces of the base's tensors in those of its output, as manifests say.
+"""Where a surgery put the bytes of its base: the output's tensors as pieces of the base's, as manifests record them.
 
-Each surgery is a map; where an earlier base lies in an output of many is their composition (lineage.py).
+Each surgery is a map; the position of an earlier base in an output of many surgeries is their composition (lineage.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from surgeon.checkpoint.pieces import Pieces, Span, turned
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, Surgery
 
-# Of a part of a tensor, (from, to) along every axis.
+# A rectangular part of a tensor: (from, to) along every axis.
 Box = tuple[tuple[int, int], ...]
 
 
 def boxes_of(pieces: Pieces, shape: Sequence[int], bits: int) -> tuple[Box, ...]:
-    """What a tensor of `shape` holds of others, as parts of it. Raises BadInput where something is no such part."""
+    """Return the parts of a tensor of `shape` that come from other tensors, as boxes.
+
+    Raises BadInput where a span covers no rectangular part.
+    """
     return tuple(sorted(_box(span, shape, bits) for span in pieces.spans))
 
 
 def _box(span: Span, shape: Sequence[int], bits: int) -> Box:
-    """The part of a tensor that a span covers: some of one axis in each run, whose runs are rows of those before it."""
+    """Return the box that a span covers: each run is a slice of one axis, and the runs are rows of earlier axes."""
     for axis in range(len(shape)):
         width = max(1, math.prod(shape[axis + 1 :]) * bits // 8)
         (row, first), count = divmod(span.at // width, shape[axis]), span.length // width
@@ -39,7 +42,7 @@ def _box(span: Span, shape: Sequence[int], bits: int) -> Box:
 
 
 def _rows(first: int, count: int, shape: Sequence[int]) -> Box | None:
-    """Rows of axes of `shape`, counted through, as (from, to) along each; None where they are no such part."""
+    """Return a range of rows, counted over all axes of `shape`, as a (from, to) along each axis; None if no box."""
     if not shape:
         return () if (first, count) == (0, 1) else None
     *before, size = shape
@@ -52,9 +55,9 @@ def _rows(first: int, count: int, shape: Sequence[int]) -> Box | None:
 
 
 def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
-    """For every base layer its number in the output, if it was not taken out.
+    """Return the number in the output of every base layer that was not removed.
 
-    BadInput where the manifest contradicts itself.
+    Raises BadInput where the manifest contradicts itself.
     """
     layers = {layer.base: index for index, layer in enumerate(manifest.layers) if layer.base is not None}
     named = sum(layer.base is not None for layer in manifest.layers)
@@ -68,16 +71,17 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
 
 
 def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FILE) -> dict[str, Pieces]:
-    """Return where the base's tensors of these names lie in the output.
+    """Return where the base's tensors of these names are in the output.
 
-    What another value replaced lies nowhere, or not whole. A tensor that has a place of its own is there; else it is a
-    part of others. Those of layers that were taken out are left out. Raises BadInput where the manifest does not say.
+    A tensor that another value replaced is nowhere, or not complete. A tensor that keeps its own place is found there;
+    else it is a part of other tensors. Tensors of removed layers are left out. Raises BadInput where the manifest does
+    not determine the place.
     """
     homes = homes_of(manifest, names, file=file)
     homes = {name: home for name, home in homes.items() if name in manifest.base.tensors}
     sizes = {name: manifest.base.tensors[name].nbytes for name in homes}
     found = {home: Pieces.whole(name, sizes[name]) for name, home in _at_home(manifest, homes).items()}
-    # What the output does not train comes first. What a graft, or a new layer, begins as is in its own place too.
+    # Tensors that do not train come first. The source of a graft, or of a new layer's copy, is in its own place too.
     for name, each in sorted(manifest.new_tensors.items(), key=lambda item: not item[1].stays):
         begins = of_graft(name) or each.is_copy
         if not begins or any(homes.get(source) == name for source in each.pieces.tensors):
@@ -87,7 +91,7 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
 
 
 def _at_home(manifest: Surgery, homes: Mapping[str, str]) -> dict[str, str]:
-    """Those of the base's tensors that are in the output as they are, at home: no other took one in, or its place."""
+    """Return the base tensors that stay unchanged under their own names: neither absorbed nor replaced by others."""
     taken_in = {
         source
         for name, each in manifest.new_tensors.items()
@@ -98,9 +102,9 @@ def _at_home(manifest: Surgery, homes: Mapping[str, str]) -> dict[str, str]:
 
 
 def homes_of(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FILE) -> dict[str, str]:
-    """What tensors of the base are called after the surgery: those of kept layers by the layers' new numbers.
+    """Return the names of base tensors after the surgery: tensors of kept layers get the layers' new numbers.
 
-    Those that were left behind are not among them. Raises BadInput where the manifest does not say.
+    Tensors that were left behind are not included. Raises BadInput where the manifest does not determine the names.
     """
     layers = _with_those_beyond(layers_of(manifest, file=file), manifest)
     gone, without = manifest.dropped_layers, manifest.without
@@ -125,14 +129,17 @@ def homes_of(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_F
 
 
 def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[int, int]:
-    """Layers of the base above its stack, which predict further tokens, stay above the output's."""
+    """Return the layer map extended by the base's layers above its stack (multi-token prediction), which stay above."""
     numbers = {index for _, index, _ in places_of(manifest.base.tensors).values()}
     grown = len(manifest.layers) - manifest.base.layers
     return dict(layers) | {index: index + grown for index in numbers if index >= manifest.base.layers}
 
 
 def kept_as_they_are(manifest: Manifest) -> dict[str, str]:
-    """The base's tensors that one of the output is, whole and in their shape, with its name. Raises BadInput."""
+    """Map each base tensor that is, whole and in its shape, a tensor of the output to that tensor's name.
+
+    Raises BadInput.
+    """
     found: dict[str, str] = {}
     for name, lying in left_at(manifest, manifest.base.tensors).items():
         of, holder = manifest.base.tensors[name], next(iter(lying.tensors), "")
@@ -144,22 +151,28 @@ def kept_as_they_are(manifest: Manifest) -> dict[str, str]:
 
 
 def has_other_names(manifest: Manifest) -> bool:
-    """Whether something of the base's lies under other names only: the output is of another class. Raises BadInput."""
+    """Return whether some base tensors are only under other names, since the output is of another class.
+
+    Raises BadInput.
+    """
     homes = homes_of(manifest, manifest.base.tensors)
     return not recorded_tensors(manifest, file=MANIFEST_FILE).keys() >= {*homes.values()}
 
 
 def made_of_base(manifest: Manifest) -> dict[str, Pieces]:
-    """The new tensors that are bytes of the base and no others, put together in another way, with these bytes.
+    """Return the new tensors that consist only of base bytes in another arrangement, with these bytes.
 
-    Without copies: they begin as a tensor that keeps its own place.
+    Copies are left out: they begin as a tensor that keeps its own place.
     """
     made = manifest.new_tensors.items()
     return {name: each.pieces for name, each in made if each.pieces.covered and not each.is_copy}
 
 
 def recorded_tensors(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:
-    """Return dtype, shape and digest of every tensor of the output as the manifest says: born, kept, trained since."""
+    """Return dtype, shape and digest of every output tensor by the manifest: new, kept, or trained since.
+
+    Raises BadInput where training names a tensor that the output does not have.
+    """
     homes = homes_of(manifest, manifest.base.tensors, file=file)
     recorded = {home: manifest.base.tensors[name] for name, home in _at_home(manifest, homes).items()}
     for name, new in manifest.new_tensors.items():

@@ -1,4 +1,4 @@
-"""Reading `surgery.json`: what is not as surgeon writes it is refused, with the first thing that is wrong."""
+"""Reading `surgery.json`: content that surgeon does not write is refused, and the error names the first fault."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from surgeon.manifest.manifest import FORMAT, MANIFEST_FILE, EntryT, Manifest, N
 
 
 def parse(data: object, *, file: str) -> Manifest:
-    """Check a manifest read as JSON data; BadInput names the first thing that is not as it must be.
+    """Check a manifest that was read as JSON data. Raises BadInput that names the first fault.
 
-    Every surgery in it must have the seal that its content asks for.
+    The seal of every surgery in it must match its content.
     """
     manifest = checked(Manifest, data, "manifest", file=file, reads=FORMAT)
     assert isinstance(data, dict)
@@ -44,7 +44,7 @@ def parse(data: object, *, file: str) -> Manifest:
 
 
 def _check_spans(made: NewTensor, base: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError, with what it is said to hold, where a new tensor cannot hold that of the base's tensors."""
+    """Raise ValueError that names the impossible bytes where a new tensor cannot contain the recorded base bytes."""
     pieces = made.pieces
     for span in pieces.spans:
         of, more = base.get(span.tensor), span.count - 1
@@ -62,9 +62,9 @@ def _check_spans(made: NewTensor, base: Mapping[str, StoredTensor]) -> None:
 
 
 def checked(model: type[EntryT], data: object, what: str, *, file: str, reads: int = 1) -> EntryT:
-    """The JSON data of a file that surgeon writes, as `model` has it; its format's number must be `reads`.
+    """Return the JSON data of a file that surgeon writes as a `model`; its format number must be `reads`.
 
-    Raises BadInput for another version of the format, and names the first thing that is not as it must be.
+    Raises BadInput for another version of the format, and otherwise names the first fault.
     """
     version = data.get(f"surgeon_{what}") if isinstance(data, dict) else None
     if version not in (reads, None):
@@ -81,7 +81,7 @@ def checked(model: type[EntryT], data: object, what: str, *, file: str, reads: i
 
 
 def manifest_of(folder: CheckpointFolder) -> Manifest:
-    """The manifest of an output of surgeon; BadInput for any other checkpoint."""
+    """Return the manifest of an output of surgeon. Raises BadInput for any other checkpoint."""
     if folder.manifest is None:
         raise BadInput(
             f"{printable(str(folder.path))}: no {MANIFEST_FILE}, so this is not an output of surgeon (or it was"
@@ -91,6 +91,6 @@ def manifest_of(folder: CheckpointFolder) -> Manifest:
 
 
 def written_manifest(out: Path) -> Manifest:
-    """The manifest of an output that surgeon has just written (or found complete)."""
+    """Return the manifest of an output that surgeon has just written (or found complete)."""
     file = out / MANIFEST_FILE
     return parse(json.loads(file.read_bytes()), file=str(file))

@@ -1,7 +1,7 @@
-"""What a training run puts beside its weights: the base's own values and a PEFT adapter, in folders of their own.
+"""Files that a training run puts next to its weights: the base's own values and a PEFT adapter, in separate folders.
 
-No loader looks there. It stays with the run, and goes into the run's delta; no other command carries it along. A study
-of tasks adds a record, which surgery.json then vouches for.
+Loaders do not read these folders. They stay with the run and are included in the run's delta; no other command copies
+them. A study of tasks adds a record, whose digest surgery.json then contains.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ADAPTER_FOLDER = "adapter"
 ADAPTER_WEIGHTS_FILE = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
 ADAPTER_CONFIG_FILE = f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}"
 
-# An output has one tensor of each name: what one was before training is written under another.
+# Tensor names in an output are unique, so the value from before training gets a name with this prefix.
 _BEFORE = "before."
 
 
 def kept_name(name: str) -> str:
-    """What the earlier value of the tensor `name` is called in its file."""
+    """Return the name, in its file, of the earlier value of the tensor `name`."""
     return f"{_BEFORE}{name}"
 
 
 def kept_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
-    """The output with the tensors that lie in `base-tensors/`, by the output's names for them; None where none do.
+    """Return the output's folder restricted to the tensors in `base-tensors/`, by the output's names; None without any.
 
     Raises BadInput for a file there that is no safetensors file.
     """
@@ -48,18 +48,18 @@ def kept_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
 
 
 def name_of_kept(name: str) -> str | None:
-    """The tensor of which this one, in `base-tensors/`, holds the earlier value; None for another name."""
+    """Return the tensor whose earlier value this tensor of `base-tensors/` is; None for another name."""
     return name.removeprefix(_BEFORE) if name.startswith(_BEFORE) else None
 
 
 def with_kept(out: CheckpointFolder, kept: CheckpointFolder) -> CheckpointFolder:
-    """The output, with what lies in `base-tensors/` in the place of what training made of it."""
+    """Return the output's folder with tensors of `base-tensors/` in place of their trained values."""
     found: dict[str, TensorInfo] = {**out.tensors, **{n: i for n, i in kept.tensors.items() if n in out.tensors}}
     return dataclasses.replace(out, tensors=found, headers={**out.headers, **kept.headers})
 
 
 def adapter_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
-    """The output with the tensors of the adapter in `adapter/` alone; None where there is none. Raises BadInput."""
+    """Return the output's folder restricted to the adapter's tensors in `adapter/`; None if absent. Raises BadInput."""
     if ADAPTER_WEIGHTS_FILE not in files_beside(out):
         return None
     headers = out.source.headers([ADAPTER_WEIGHTS_FILE])
@@ -68,7 +68,7 @@ def adapter_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
 
 
 def adapter_beside(out: CheckpointFolder) -> AdapterEntry | None:
-    """What a manifest says of the adapter in `adapter/` as it is; None where there is none. Raises BadInput."""
+    """Return the manifest entry for the adapter in `adapter/` as it is now; None without one. Raises BadInput."""
     found = adapter_tensors(out)
     if found is None:
         return None
@@ -80,19 +80,19 @@ def adapter_beside(out: CheckpointFolder) -> AdapterEntry | None:
 
 
 def adapter_config_beside(out: CheckpointFolder) -> bytes:
-    """The config of the adapter in `adapter/`. Raises BadInput where it cannot be read."""
+    """Return the config file of the adapter in `adapter/`. Raises BadInput where it cannot be read."""
     return out.source.small(ADAPTER_CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
 
 
 def files_beside(out: CheckpointFolder) -> list[str]:
-    """The files that training put beside the weights and that a delta carries, by their names in the output."""
+    """Return the files next to the weights that training wrote and a delta contains, by their names in the output."""
     adapter = {ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE}
     found = _in(out, ADAPTER_FOLDER, "")
     return [*_in(out, KEPT_FOLDER, ".safetensors"), *(sorted(adapter) if adapter <= {*found} else ())]
 
 
 def _in(out: CheckpointFolder, folder: str, ending: str) -> list[str]:
-    """The files right in a folder of the output."""
+    """Return the files directly in a folder of the output, without subfolders."""
     if f"{folder}/" not in out.source.listing():
         return []
     found = [name for name in out.source.tree() if name.startswith(f"{folder}/") and name.endswith(ending)]
@@ -100,7 +100,7 @@ def _in(out: CheckpointFolder, folder: str, ending: str) -> list[str]:
 
 
 def add_record(run: Path, text: str) -> None:
-    """Write `continual.json` into an output of surgeon and its digest into surgery.json, so that checks know it."""
+    """Write `continual.json` into an output and its digest into surgery.json, so that checks know the file."""
     write_durably(run / RECORD_FILE, text)
     manifest = written_manifest(run)
     files = manifest.files | {RECORD_FILE: hashlib.sha256(text.encode()).hexdigest()}

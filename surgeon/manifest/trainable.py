@@ -1,6 +1,6 @@
-"""Which tensors train: what surgeries added, what is the base's own, layers of the stack, or everything.
+"""The choice of tensors that train: tensors added by surgeries, the base's own, layers of the stack, or all.
 
-The manifest decides, not names or strides. Of a tensor that holds rows of the base's beside new ones a part trains.
+The manifest decides, not tensor names or positions. A tensor with both base rows and new rows trains in part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from surgeon.operations.selectors import LayerSelector, select_layers
 
 
 class LayersSpec(Spec):
-    """Layers of the model as it is, whole."""
+    """Whole layers of the model as it is."""
 
     layers: Annotated[LayerSelector, Field(description="as plans select layers: `top_half`, `{every: 4}`, `[0, 7]`")]
 
@@ -38,17 +38,17 @@ What = Literal["last", "added", "base", "all"] | LayersSpec | Sequence[int]
 
 @dataclass(frozen=True)
 class Fixed:
-    """The `boxes` of a tensor that do not train: of each, (from, to) along every axis; none over another."""
+    """The `boxes` of a tensor that do not train: disjoint, each a (from, to) along every axis."""
 
     boxes: tuple[Box, ...]
 
     @property
     def size(self) -> int:
-        """How many numbers these are."""
+        """The count of numbers in all boxes."""
         return sum(map(_numbers, self.boxes))
 
     def reversed(self, shape: Sequence[int]) -> Fixed:
-        """What trains instead, of a tensor of this shape."""
+        """Return the complement: the boxes of a tensor of this shape that train at present."""
         left: list[Box] = [tuple((0, size) for size in shape)]
         for taken in self.boxes:
             left = [part for box in left for part in _around(box, taken)]
@@ -56,7 +56,7 @@ class Fixed:
 
     @property
     def slices(self) -> Iterator[tuple[slice, ...]]:
-        """What a tensor is indexed with for each of those parts."""
+        """The index of each box, as slices along every axis."""
         return (tuple(itertools.starmap(slice, box)) for box in self.boxes)
 
 
@@ -65,7 +65,7 @@ def _numbers(box: Box) -> int:
 
 
 def _around(box: Box, taken: Box) -> Iterator[Box]:
-    """The parts of a box that are not in another one."""
+    """Yield the parts of a box outside another box."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, taken, strict=True))
     if any(begin >= end for begin, end in common):
         yield box
@@ -78,11 +78,11 @@ def _around(box: Box, taken: Box) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class TrainableSet:
-    """Names of tensors that train, in the order of the checkpoint, and the operations that made them, in order.
+    """Names of tensors that train, in the checkpoint's order, and the operations that made them, in order.
 
-    `fixed` says of those that train in part what of them stays as it is. `of_base` are those that hold something of
-    the base's which is to change; `title` says what they are, where no operation does. `fitted` are tensors that get
-    their values before the first step, and none by a gradient.
+    `fixed` gives, for tensors that train in part, their fixed boxes. `of_base` are the tensors with content of the base
+    that is to change. `title` describes the set where no operation does. `fitted` are tensors that get their values
+    before the first step, and never by a gradient.
     """
 
     names: tuple[str, ...]
@@ -91,25 +91,24 @@ class TrainableSet:
     of_base: frozenset[str] = frozenset()
     title: str = ""
     fitted: tuple[str, ...] = ()
-    # Those that train whole beside a LoRA.
+    # Tensors that train as a whole, next to a LoRA.
     beside: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
-        """What they are, in words."""
+        """A description of the set."""
         return self.title or ", ".join(dict.fromkeys(self.operations))
 
 
 def trainable_set(
     out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy: Anatomy | None = None
 ) -> TrainableSet:
-    """The tensors of `out` that `what` lets train.
+    """Return the tensors of `out` that train under `what`.
 
-    `last` and `added` are the new tensors of the last surgery, and of all; numbers are operations of the last one.
-    `base` are the tensors that are not new, `all` are all, `layers` those of layers. Where an operation trains
-    everything (SOLAR), so do `last` and `added`. `manifest` is None for a model without surgery, which has nothing new.
-
-    Raises BadInput where there is no such operation or layer, where a tensor is missing, where surgeries do not fit
+    `last` and `added` are the new tensors of the last surgery, and of all surgeries; numbers are operations of the last
+    surgery. `base` are the tensors that are not new, `all` are all, `layers` the tensors of layers. Where an operation
+    trains everything (SOLAR), `last` and `added` do too. `manifest` is None for a model without surgery, which has
+    nothing new. Raises BadInput where an operation, layer or tensor does not exist, where surgeries do not fit
     together, and where nothing is left to train.
     """
     if manifest is None and (isinstance(what, Sequence) and what not in ("base", "all")):
@@ -124,9 +123,9 @@ def trainable_set(
 
 
 def _whole(out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy: Anatomy) -> TrainableSet:
-    """Everything, the base's own tensors, or those of layers; only what the model computes with."""
+    """Return all tensors, the base's own, or those of layers, as far as the model computes with them."""
     added = _all_added(out, manifest)
-    # Layers above the stack, which predict further tokens, and tensors without a place are not run.
+    # Layers above the stack, which predict further tokens, and tensors without a place in the model are not run.
     idle = {*anatomy.idle, *(info.name for layer in anatomy.beyond for info in layer.values())}
     fixed: dict[str, Fixed] = {}
     if isinstance(what, LayersSpec):
@@ -149,16 +148,17 @@ def _whole(out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy
             f"{printable(str(out.path))}: nothing to train: `what` has no tensor that the model computes with"
         )
     of_base = frozenset(training) - (added.names - added.fixed.keys())
-    # Where only the base's own tensors train there is nothing yet for a gate to let through.
+    # Where only the base's own tensors train, a domain gate has nothing to pass on yet.
     fits = manifest is not None and not added.names.isdisjoint(training)
     return TrainableSet(training, (), fixed, of_base, title, _fitted(manifest) if manifest and fits else ())
 
 
 @dataclass(frozen=True)
 class _Added:
-    """Tensors that surgeries made, by their names now; `fixed` of them is the base's, `still` hold it among parts.
+    """Tensors that surgeries made, by their current names.
 
-    `fitted`, which are not among `names`, never train by a gradient.
+    `fixed` gives their boxes that are the base's. `still` are tensors with the base's content among parts that do not
+    train. `fitted`, which are not among `names`, never train by a gradient.
     """
 
     names: frozenset[str]
@@ -170,7 +170,7 @@ class _Added:
 
 
 def _all_added(out: CheckpointFolder, manifest: Manifest | None) -> _Added:
-    """What all surgeries added. Raises BadInput where they do not fit together."""
+    """Return the tensors that all surgeries added. Raises BadInput where the surgeries do not fit together."""
     if manifest is None:
         return _Added(frozenset(), (), {}, frozenset(), frozenset(), everything=False)
     lineage = Lineage.of(manifest, file=str(out.path / MANIFEST_FILE))
@@ -180,7 +180,7 @@ def _all_added(out: CheckpointFolder, manifest: Manifest | None) -> _Added:
 def _of(
     out: CheckpointFolder, surgeries: Iterable[Manifest], only: Sequence[int] | None, lineage: Lineage | None
 ) -> _Added:
-    """What the surgeries made; of one alone (`lineage` None), by the operations `only`."""
+    """Return the tensors that the surgeries made; for a single surgery (`lineage` None), by the operations `only`."""
     chosen: dict[str, None] = {}
     operations: list[str] = []
     still: set[str] = set()
@@ -202,24 +202,24 @@ def _of(
                 fitted.add(place)
                 continue
             if tensor.stays:
-                # What holds a part of the base more than once holds what is new too.
+                # A tensor with a part of the base more than once also contains new content.
                 still |= {place} if tensor.pieces.repeats else set()
                 continue
             chosen[place] = None
             if tensor.kept.spans:
-                # Where a vocabulary grew twice, all that came after the first base trains.
+                # Where a vocabulary grew twice, all rows after the first base's train.
                 fixed.setdefault(place, Fixed(boxes_of(tensor.kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
         if lineage is not None and nth < lineage.count:
-            # A later merge may have folded an earlier surgery's branches away.
+            # A later merge may have removed the branches of an earlier surgery.
             chosen = {name: None for name in chosen if name in out.tensors}
     fixed = {name: part for name, part in fixed.items() if name in chosen}
     return _Added(frozenset(chosen), tuple(operations), fixed, frozenset(still), frozenset(fitted), everything)
 
 
 def _added(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSet:
-    """New tensors: of the last surgery, of all, or of operations of the last one.
+    """Return the new tensors of the last surgery, of all surgeries, or of some operations of the last one.
 
-    What holds a part for each layer stays as it is, since old layers' parts are in it.
+    A tensor with a part for each layer stays fixed, since it contains the parts of old layers.
     """
     shown = printable(str(out.path / MANIFEST_FILE))
     if what == "added":
@@ -253,7 +253,10 @@ def _added(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSe
 
 
 def _fitted(manifest: Manifest) -> tuple[str, ...]:
-    """Return what the last surgery's first run fits: a later one leaves it, as all that trained did so behind it."""
+    """Return the tensors that the last surgery's first run fits; later runs keep them fixed.
+
+    The other tensors were trained with the fitted values, so these must not change.
+    """
     fits = {number for number, operation in enumerate(manifest.operations) if operation.trains == "fitted"}
     done = {name for run in manifest.training for name in run.tensors}
     return tuple(name for name, new in manifest.new_tensors.items() if new.operation in fits and name not in done)

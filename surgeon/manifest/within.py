@@ -1,8 +1,8 @@
-"""An earlier model inside an output: which of its layers and rows are that model's, and whether they still are.
+"""The base inside an output: which layers and rows of the output are the base's, and whether they are still unchanged.
 
-Nothing of a base is overwritten by what adds layers, grafts or rows, so the base is a part of every such output: its
-layers without the inserted ones, without grafts, with the first rows of the embeddings. After several surgeries the
-model that each of them began with is.
+Operations that add layers, grafts or rows overwrite nothing of the base. So the base is a part of every such output:
+its layers without the inserted ones, without grafts, with the first rows of the embeddings. After several surgeries,
+each of their starting models is.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from surgeon.manifest.moves import recorded_tensors
 
 @dataclass(frozen=True)
 class Within:
-    """Where the base is in an output: all layers but `inserted`, of `layers`; `rows` of the embeddings (None: all).
+    """The place of the base in an output: all `layers` but `inserted`, and `rows` of the embeddings (None: all).
 
-    `newborn`: the surgeries promise the base's function, and nothing was trained yet, so the output computes it.
-    `apart`: tensors of the base are to train, so only a frozen copy of the output goes on holding it. `grafts`: those
-    of the output are the base's, which an earlier surgery gave it. `last`: it is the model
-    that the last surgery began with, not the first base. `shown` is the base in words.
+    `newborn`: the surgeries promise the base's function and nothing was trained yet, so the output computes it.
+    `apart`: tensors of the base are to train, so only a frozen copy of the output keeps containing it. `grafts`: the
+    output's grafts are the base's, from an earlier surgery. `last`: the base is the model with which the last surgery
+    began, not the first base. `shown` describes the base.
     """
 
     layers: int
@@ -42,11 +42,11 @@ class Within:
 def base_within(
     out: CheckpointFolder, manifest: Manifest, *, training: Collection[str] = (), last: bool = False
 ) -> Within:
-    """The base that the first surgery of `out` began with, as far as headers and digests show; no weights are read.
+    """Return the place of the first surgery's base in `out`, judged by headers and digests; no weights are read.
 
-    With `last` the model that the last surgery began with. `training` are tensors of `out` whose values will change,
-    but for first rows that stay as they are. Raises BadInput naming the first tensor of the base that the output no
-    longer has, and where grafts of the base and new ones are side by side.
+    With `last`, the base is the model with which the last surgery began. `training` are tensors of `out` whose values
+    will change, except first rows that stay fixed. Raises BadInput naming the first base tensor that the output no
+    longer has, and where the base's grafts and new grafts are next to each other.
     """
     file = str(out.path / MANIFEST_FILE)
     lineage = Lineage.of(manifest, file=file)
@@ -92,7 +92,7 @@ def base_within(
 
 
 def _untied(state: State) -> dict[str, str]:
-    """The tensors outside layers that surgeries added as copies, which the model computes with, and their digests."""
+    """Return the copies outside layers that surgeries added and the model computes with, and their digests."""
     return {
         name: made.sha256
         for manifest in state.undone
@@ -102,9 +102,9 @@ def _untied(state: State) -> dict[str, str]:
 
 
 def _grafts_are_old(manifest: Manifest, inserted: Collection[int], shown: str) -> bool:
-    """Whether the grafts of layers that the last surgery did not insert are all of earlier ones; False without any.
+    """Return whether all grafts on layers not inserted by the last surgery are older than it; False without grafts.
 
-    Raises BadInput where some are new.
+    Raises BadInput where only some are new.
     """
     kept = [layer for number, layer in enumerate(manifest.layers) if number not in inserted]
     new = {graft.operation is not None for layer in kept for graft in layer.grafts}
@@ -118,6 +118,6 @@ def _grafts_are_old(manifest: Manifest, inserted: Collection[int], shown: str) -
 
 
 def _module(name: str) -> str:
-    """A tensor's name, the same whatever the number of its layer."""
+    """Return a tensor's name with its layer number replaced by `*`."""
     place = layer_of(name)
     return name if place is None else f"{place[0]}*.{place[2]}"

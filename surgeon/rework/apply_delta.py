@@ -40,15 +40,15 @@ from surgeon.writing.linked_shards import Moved
 from surgeon.writing.readback import ReadBack
 from surgeon.writing.write import check_output, execute
 
-# The name of the delta among the sources of the job, whose first is the base.
+# The name of the delta among the job's sources; the base has the name "".
 _DELTA = "delta"
 
 
 @dataclass(frozen=True)
 class AppliedDelta:
-    """A delta that was applied: `tensors` of the output's `whole` came from it, the rest from the base.
+    """An applied delta: `tensors` of the output's `whole` tensors came from it, the rest from the base.
 
-    `moved` says how their bytes came there.
+    `moved` states how the bytes were copied.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class AppliedDelta:
 
         Keys:
             `path`, `base`, `tensors`, `whole`, `bytes`, `moved`, `seconds`: the output; its base; tensors of the delta
-                and of the whole; the rest as of `apply`
+                and of the whole; the rest as in `apply`
         """
         return plain_fields(self, without=("manifest",))
 
@@ -83,19 +83,19 @@ def apply_delta(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> AppliedDelta:
-    """Apply `delta` (a folder, or `user/name[@revision]`) to `base`: `out` is what the delta was made of.
+    """Apply `delta` (a folder, or `user/name[@revision]`) to `base`; this restores the delta's output as `out`.
 
-    Every tensor of `base`, which is what the last surgery was carried out on, is compared with its digest in the
-    manifest and every tensor and file of the delta with its own; the manifest must say what its plan makes of `base`.
-    Raises BadInput where one differs; `out` then stays absent. What the delta brings is the maker's: that it keeps its
-    promises, `verify` shows. With `link` shards that are the base's (or the delta's) as they are get hard-linked and
-    become read-only (`apply`).
+    Every tensor of `base`, the base of the last surgery, is compared with its digest in the manifest, and every tensor
+    and file of the delta with its own digest; the manifest must agree with what its plan makes of `base`. Raises
+    BadInput where one differs; `out` then stays absent. The delta's content is its maker's: whether it keeps its
+    promises, `verify` checks. With `link`, shards that equal the base's (or the delta's) are hard-linked and become
+    read-only (`apply`).
     """
     listener = listener or Quiet()
     target = Path(out)
     opened = Delta.open(locate_delta(str(delta)).path, trust_remote_code=trust_remote_code)
     if not Path(base).exists():
-        # A base that headers show to be another is refused before its weights are downloaded.
+        # Refuse a wrong base by its headers, before its weights are downloaded.
         applying_job(opened, remote_folder(base, revision, trust_remote_code=trust_remote_code), small_files=False)
     located = locate(base, revision=revision)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
@@ -119,7 +119,10 @@ def apply_delta(
 
 
 def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = True) -> Job:
-    """The job that writes the output again. Raises BadInput where headers (and `small_files`) show that it cannot."""
+    """Return the job that writes the output.
+
+    Raises BadInput where headers (and `small_files`) show that this is impossible.
+    """
     manifest = delta.manifest
     if differing := sorted(manifest.base.tensors.keys() ^ base.tensors.keys()):
         raise wrong_base(manifest, differing[0], base.source.shown)
@@ -145,7 +148,7 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
         files[INDEX_FILE] = index_of(shards)
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
-        """BadInput where the base is another, or the delta was edited."""
+        """Raise BadInput where the base is another, or the delta was edited."""
         for name, tensor in delta.index.tensors.items():
             if proof.digests[name] != tensor.sha256:
                 raise BadInput(
@@ -175,7 +178,7 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
 
 
 def _in_base(delta: Delta, base: CheckpointFolder) -> dict[str, Copy]:
-    """What each tensor of the output copies from the base, of those that the base brings."""
+    """Return, for each output tensor that the base provides, what to copy from the base."""
     found = {place: Copy.of(base.tensors[name]) for name, place in kept_as_they_are(delta.manifest).items()}
     for name, pieces in made_of_base(delta.manifest).items():
         made = delta.manifest.new_tensors[name]
@@ -184,7 +187,7 @@ def _in_base(delta: Delta, base: CheckpointFolder) -> dict[str, Copy]:
 
 
 def _beside(delta: Delta, file: str, in_base: Mapping[str, Copy], copies: Mapping[str, Copy]) -> Shard:
-    """One of the files that training put beside the weights, with its tensors in the order of their bytes."""
+    """Return a file that training put next to the weights, as a shard with its tensors in the order of their bytes."""
     outputs: list[Output] = []
     for name in delta.index.beside[file]:
         copy = _copy_beside(delta, name, in_base)
@@ -206,7 +209,7 @@ def _beside(delta: Delta, file: str, in_base: Mapping[str, Copy], copies: Mappin
 
 
 def _copy_beside(delta: Delta, name: str, in_base: Mapping[str, Copy]) -> Copy:
-    """What a tensor beside the weights copies: the delta's, else the base's own in the place that it names."""
+    """Return the source of a tensor next to the weights: the delta's tensor, else the base tensor that it refers to."""
     if name in delta.tensors:
         return Copy.of(delta.tensors[name])
     place = name_of_kept(name)
@@ -216,7 +219,7 @@ def _copy_beside(delta: Delta, name: str, in_base: Mapping[str, Copy]) -> Copy:
 
 
 def _outputs(delta: Delta, file: str, copies: Mapping[str, Copy]) -> tuple[Output, ...]:
-    """The tensors of one shard of the output, in the order of their bytes."""
+    """Return the tensors of one shard of the output, in the order of their bytes."""
     names = delta.index.shards[file]
     if not names:
         raise delta.edited(f"`shards` has {printable(file)} without a tensor")
@@ -227,7 +230,7 @@ def _outputs(delta: Delta, file: str, copies: Mapping[str, Copy]) -> tuple[Outpu
 
 
 def _check_whole(delta: Delta, shards: tuple[Shard, ...], own: OwnCode | None) -> None:
-    """BadInput where the index forgets or repeats a tensor, or what it puts together is no model."""
+    """Raise BadInput where the index misses or repeats a tensor, or the result would be no model."""
     outputs = [output for shard in shards for output in shard.outputs]
     every = [output.name for output in outputs]
     every += [name for names in delta.index.beside.values() for name in names]
@@ -242,12 +245,12 @@ def _check_whole(delta: Delta, shards: tuple[Shard, ...], own: OwnCode | None) -
 
 
 def _described(output: Output) -> TensorInfo:
-    """The tensor as the header of a file of its own would have it."""
+    """Return the tensor as a header entry; it is in no file."""
     return TensorInfo(output.name, output.recipe.dtype, output.recipe.shape, "", 0, output.nbytes)
 
 
 def _from_base(delta: Delta, base: CheckpointFolder) -> dict[str, bytes]:
-    """The small files that the base brings; BadInput where it lacks one or has it otherwise."""
+    """Return the small files that the base provides. Raises BadInput where one is missing or different."""
     files: dict[str, bytes] = {}
     for name, digest in delta.index.from_base.items():
         content = base.read_side_file(name) if name in base.side_files else None
@@ -264,7 +267,7 @@ def _from_base(delta: Delta, base: CheckpointFolder) -> dict[str, bytes]:
 def _twins(
     delta: Delta, base: CheckpointFolder, shards: tuple[Shard, ...], places: Mapping[str, Pieces]
 ) -> dict[str, Twin]:
-    """Of shards whose tensors all come from one file, that file."""
+    """Map each shard whose tensors all come from one file to that file."""
     twins: dict[str, Twin] = {}
     for shard in shards:
         files = {places[output.name].tensors[0] for output in shard.outputs}
@@ -275,7 +278,7 @@ def _twins(
 
 
 def wrong_base(manifest: Manifest, name: str, shown: str) -> BadInput:
-    """The error for a base that the delta does not belong to: `name` is the first tensor that shows it."""
+    """Return the error for a base to which the delta does not belong; `name` is the first differing tensor or file."""
     base = printable(at_revision(manifest.base.id, manifest.base.revision))
     return BadInput(
         f"{printable(name)}: not what the delta's base holds there, so {shown} is another checkpoint; the delta goes"
@@ -284,7 +287,7 @@ def wrong_base(manifest: Manifest, name: str, shown: str) -> BadInput:
 
 
 def applied_delta_view(applied: AppliedDelta) -> RenderableType:
-    """What was put together."""
+    """Return a line on what was put together."""
     line = Text.assemble(
         ("done ", "bold green"),
         f"{printable(str(applied.path))}: {applied.whole} tensors ({size(applied.nbytes)}), {applied.tensors} from the"

@@ -1,8 +1,8 @@
-"""`surgeon delta`: write what an output has and its base lacks, with the index that puts the two together.
+"""`surgeon delta`: write the tensors and files of an output that its base lacks, with an index to restore it.
 
-The base of a delta is what the output's last surgery was carried out on. A delta holds every tensor that is not one of
-that base's, byte for byte and in its place, and the small files; DELTA_FILE names what it holds and what comes from
-the base, by digests, so that the output comes back as it was or not at all.
+The base of a delta is the base of the output's last surgery. A delta contains every tensor that differs from that
+base's, byte for byte, and the small files. DELTA_FILE lists what the delta contains and what the base provides, by
+digests. So the output is restored exactly, or not at all.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from surgeon.writing.job import Job, copied, in_order, places_in, twins_in
 from surgeon.writing.readback import ReadBack
 from surgeon.writing.write import check_output, execute
 
-# What the output's own files are called in a delta, whose README.md is its own; nothing there may read as an adapter.
+# Renamed files of the output: a delta has its own README.md, and nothing in a delta may look like a PEFT adapter.
 _CALLED = {CARD_FILE: "README.output.md", ADAPTER_CONFIG_FILE: "adapter_config.output.json"}
 
 MAX_DELTA_BYTES = 64_000_000
@@ -70,17 +70,18 @@ _Beside = Annotated[
 
 
 class HeldTensor(StoredTensor):
-    """A tensor of the delta: its value, and in which of its shards it lies."""
+    """A tensor in the delta: its value, and the shard of the delta that holds it."""
 
     shard: _Shard
 
 
 class DeltaIndex(Entry):
-    """Everything that DELTA_FILE says.
+    """The whole content of DELTA_FILE.
 
-    `files` are the output's small files that the delta brings, `from_base` those that the base does, by digests.
-    `shards` are the output's, with their tensors in the order of their bytes, and `beside` the files that training put
-    beside them; of these the delta brings `tensors`. `sha256` is over all of this, so no field can be edited alone.
+    `files` are the output's small files that the delta contains, `from_base` those that the base provides, by digests.
+    `shards` are the output's shards, each with its tensors in the order of their bytes. `beside` are the files that
+    training put next to the shards. `tensors` are the tensors of all these files that the delta contains. `sha256`
+    covers all of this, so no field can be edited alone.
     """
 
     surgeon_delta: Literal[1]
@@ -93,13 +94,13 @@ class DeltaIndex(Entry):
     beside: dict[_Beside, list[str]]
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         return (json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A delta that was opened and checked: everything but the weights is here. `files` are contents by name."""
+    """An opened and checked delta; everything but the weights is in memory. `files` maps names to contents."""
 
     path: Path
     index: DeltaIndex
@@ -112,12 +113,12 @@ class Delta:
 
     @property
     def shown(self) -> str:
-        """What errors call its index."""
+        """The name of its index in error messages."""
         return printable(str(self.path / DELTA_FILE))
 
     @property
     def told_beside(self) -> dict[str, str]:
-        """The digests that the manifest gives the tensors beside the weights which come back, by the names there."""
+        """The manifest's digests of the restored tensors next to the weights, by their names there."""
         named = {name for names in self.index.beside.values() for name in names}
         adapter = self.manifest.adapter
         told = {} if adapter is None else {name: tensor.sha256 for name, tensor in adapter.tensors.items()}
@@ -125,12 +126,12 @@ class Delta:
         return {name: digest for name, digest in told.items() if name in named}
 
     def edited(self, what: str) -> BadInput:
-        """The error for an index that contradicts itself."""
+        """Return the error for an index that contradicts itself."""
         return _edited(self.shown, what)
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> Delta:
-        """Open a local folder. Raises BadInput, one line, for the first thing that is not as it must be."""
+        """Open a local folder. Raises BadInput, in one line, for the first thing that is wrong."""
         source = LocalSource(path)
         listing = source.listing()
         if DELTA_FILE not in listing:
@@ -187,7 +188,7 @@ def _check_name(name: str, shown: str) -> None:
 
 
 def _most(name: str) -> int:
-    """Bytes that a file of this name may have."""
+    """Return the most bytes that a file of this name may have."""
     known = {
         CONFIG_FILE: MAX_CONFIG_BYTES,
         ADAPTER_CONFIG_FILE: MAX_CONFIG_BYTES,
@@ -203,9 +204,12 @@ def _edited(shown: str, what: str) -> BadInput:
 
 @dataclass(frozen=True)
 class MadeDelta:
-    """A delta of `out` that was written: `tensors` of the output's `whole` are in it, the rest `base` (of the output's
-    last surgery) brings, as it does the small files `from_base`. `beside` are the folders beside the output's weights,
-    `base-tensors` and `adapter`, that come back with it; `nbytes` counts what of them is in the delta."""
+    """A written delta of `out`.
+
+    It contains `tensors` of the output's `whole` tensors; `base` (the base of the last surgery) provides the rest and
+    the small files `from_base`. `beside` are the folders next to the output's weights, `base-tensors` and `adapter`,
+    that the delta restores; `nbytes` counts the bytes in the delta.
+    """
 
     out: Path
     path: Path
@@ -225,8 +229,8 @@ class MadeDelta:
         Keys:
             `out`, `path`, `base`, `revision`: the output; its delta; the base that it needs
             `tensors`, `whole`, `bytes`, `whole_bytes`: in the delta, and in the whole output
-            `from_base`, `beside`, `seconds`: side files that come from the base; folders beside the weights that the
-                delta includes (`base-tensors`, `adapter`); by stage
+            `from_base`, `beside`, `seconds`: side files that come from the base; folders next to the weights that the
+                delta includes (`base-tensors`, `adapter`); seconds by stage
         """
         return plain_fields(self)
 
@@ -239,12 +243,12 @@ def make_delta(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> MadeDelta:
-    """Write what `out` has and the base of its last surgery lacks into the new folder `dest`.
+    """Write the parts of `out` that the base of its last surgery lacks into the new folder `dest`.
 
-    That is every tensor that is not the base's byte for byte in its place, config.json, manifest, code and cards, and
-    of a training run its adapter and the values of before that it kept; the tokenizer and other side files stay out,
-    as the base brings them. With `base` (a folder) those that it lacks or has otherwise go in. `dest` is absent or
-    complete at any moment. Raises BadInput.
+    These are every tensor that is not byte for byte the base's, config.json, manifest, code and cards, and for a
+    training run its adapter and the earlier values that it kept. The tokenizer and other side files are left out, as
+    the base provides them. With `base` (a folder), side files that are missing or different there are included. `dest`
+    is absent or complete at any moment. Raises BadInput.
     """
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
@@ -264,7 +268,7 @@ def make_delta_of(
     repo_id: str | None = None,
     verified: Sequence[str] = (),
 ) -> MadeDelta:
-    """`make_delta` of an opened checkpoint; `repo_id` and `verified` go into the card that it is pushed with."""
+    """Do the work of `make_delta` for an opened checkpoint; `repo_id` and `verified` are for the card of a push."""
     manifest = manifest_of(folder)
     check_destination(target, folder.path)
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
@@ -282,7 +286,7 @@ def make_delta_of(
     files = {_CALLED.get(name, name): content for name, content in files.items()}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
-        """BadInput where a tensor is no longer what it was when the delta's list was made."""
+        """Raise BadInput where a tensor has changed since the delta's list was made."""
         for name, digest in proof.digests.items():
             if digests[name] != digest:
                 raise BadInput(f"{printable(name)}: changed while the delta was made; start again when nothing writes")
@@ -316,7 +320,7 @@ def make_delta_of(
 
 
 def _brought(manifest: Manifest) -> dict[str, StoredTensor]:
-    """What the base brings for each tensor of the output: its own in its place, and what is made of its bytes alone."""
+    """Return the value of each output tensor that the base provides, whole or assembled from only its bytes."""
     base_at = {place: manifest.base.tensors[name] for name, place in kept_as_they_are(manifest).items()}
     for name in made_of_base(manifest):
         made = manifest.new_tensors[name]
@@ -327,7 +331,7 @@ def _brought(manifest: Manifest) -> dict[str, StoredTensor]:
 def _shards(
     out: CheckpointFolder, base_at: Mapping[str, StoredTensor], digests: Mapping[str, str]
 ) -> tuple[Shard, ...]:
-    """The tensors of the output, by its shards, that the base does not bring."""
+    """Return the delta's shards: the output's tensors that the base does not provide, grouped by output shard."""
     own = {
         file: kept
         for file, infos in sorted(in_order(out).items())
@@ -373,19 +377,19 @@ def _index(
         raise BadInput(f"{printable(str(out.path))}: {problem}: a shard's name") from None
 
 
-# Terms go where the weights go.
+# Files of licence terms: they always accompany the weights.
 _TERMS = re.compile(r"(LICENSE|LICENCE|NOTICE|USE_POLICY).*")
 
 
 def _side_files(
     out: CheckpointFolder, base: CheckpointFolder | None, manifest: Manifest, files: dict[str, bytes]
 ) -> dict[str, str]:
-    """Digests of the side files that the base brings; the others, terms among them, are added to `files`."""
+    """Return the digests of side files that the base provides; add the others, licence terms included, to `files`."""
     from_base: dict[str, str] = {}
-    # A run that names a chat template has written it.
+    # A training run with a `chat_template` has written this file itself.
     named = any(run.config.get("chat_template") for run in manifest.training)
     for name in out.side_files:
-        # A delta brings code itself, so that what runs is what its manifest says.
+        # A delta contains code itself, so that exactly the code in its manifest runs.
         if name in files:
             continue
         content = out.read_side_file(name)
@@ -401,7 +405,7 @@ def _side_files(
 
 
 def _small_files(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
-    """Config, manifest, code and card of the output, as they are."""
+    """Return the output's config, manifest, code and card, unchanged."""
     listing = out.source.listing()
     files = {
         CONFIG_FILE: out.source.small(CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES),
@@ -420,7 +424,7 @@ def _small_files(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
 
 
 def delta_view(made: MadeDelta) -> RenderableType:
-    """How much of the output the delta is, and the base it goes onto."""
+    """Return lines on the delta's size relative to the output, and on its base."""
     base = printable(at_revision(made.base, made.revision))
     beside = "".join(f", {name}/" for name in made.beside)
     return Group(

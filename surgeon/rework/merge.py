@@ -1,4 +1,4 @@
-"""`surgeon merge`: fold Control LLM's branches back into one layer each, and measure what that costs."""
+"""`surgeon merge`: merge each of Control LLM's pairs of branches into one layer, and measure the cost."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from surgeon.writing.apply import Applied, applied_view, apply
 
 @dataclass(frozen=True)
 class Merged:
-    """A finished merge: what was written, and what the merged model does beside the one with branches.
+    """A finished merge: what was written, and a comparison of the merged model with the model with branches.
 
-    Of an adapter nothing is measured.
+    For a merged adapter nothing is measured.
     """
 
     applied: Applied
@@ -35,7 +35,7 @@ class Merged:
 
         Keys:
             `applied`: the keys of `apply`
-            `measured`: the keys of `verify`: the merged model against the one with branches; null: of an adapter
+            `measured`: the keys of `verify`: the merged model against the one with branches; null for an adapter
         """
         return plain_fields(self)
 
@@ -53,14 +53,12 @@ def merge(
     link: bool = False,
     listener: Listener | None = None,
 ) -> Merged:
-    """Fold the control blocks of `out` back into one layer each, into the new folder `dest`, and measure the cost.
+    """Merge each control block of `out` into one layer, write the model to the new folder `dest`, and measure the cost.
 
-    Control LLM's Lerp8MSE0*M (Table 5): weights are interpolated by `alpha` (None: the α used at inference). That does
-    not preserve the function, so both models are run on real tokens, as in `verify`. With `link` shards that
-    stay as they are get hard-linked and become read-only (`apply`).
-
-    With `merged`, `out` is a base and `dest` a PEFT adapter (a folder, or a Hub id), and `merged` is the new folder.
-    Raises BadInput.
+    The method is Control LLM's Lerp8MSE0*M (Table 5): weights are interpolated by `alpha` (None: the α used at
+    inference). This does not preserve the function, so both models are run on real tokens, as in `verify`. With `link`,
+    unchanged shards are hard-linked and become read-only (`apply`). With `merged`, `out` is a base and `dest` a PEFT
+    adapter (a folder, or a Hub id), and `merged` is the new folder. Raises BadInput.
     """
     adapter = (Path(dest) / ADAPTER_CONFIG).is_file()
     if adapter if merged is None else alpha is not None or text is not None:
@@ -80,12 +78,12 @@ def merge(
 
 
 def _plan(source: str, operation: Mapping[str, Any]) -> LoadedPlan:
-    """A plan that the user never wrote: errors name `source` in its place, and no line."""
+    """Return a plan that the user did not write: errors name `source` instead of a file, and no line."""
     plan = {"surgeon": 1, "operations": [operation]}
     return replace(parse_plan(json.dumps(plan), source=source), lines={})
 
 
 def merged_view(merged: Merged) -> RenderableType:
-    """What was written, and what merging cost."""
+    """Return what was written, and what merging cost."""
     measured = [] if merged.measured is None else [verification_view(merged.measured)]
     return Group(applied_view(merged.applied), *measured)

@@ -1,4 +1,4 @@
-"""`surgeon refresh`: the shipped code of an output that an earlier surgeon wrote, replaced where it stands."""
+"""`surgeon refresh`: replace, in place, the shipped code of an output that an earlier surgeon wrote."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from surgeon.writing.job import copied
 
 @dataclass(frozen=True)
 class Refreshed:
-    """An output whose code is this version's: digests of the file that was there `before` and of the one `now`."""
+    """An output that now has this version's code: the code file's digests `before` and `now`."""
 
     path: Path
     before: str
@@ -37,24 +37,24 @@ class Refreshed:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `before`, `now`, `checks`: OUT; sha256 of its code before and now; what was checked of the rest
+            `path`, `before`, `now`, `checks`: OUT; sha256 of its code before and now; the checks of the rest
         """
         return plain_fields(self)
 
 
 def refresh(out: str | Path, *, listener: Listener | None = None) -> Refreshed:
-    """Write the code that this version ships into `out`, which an earlier one wrote; nothing else in it changes.
+    """Write the code that this version ships into `out`, which an earlier version wrote; nothing else in it changes.
 
-    The old code is read, not run. Weights and config.json stay as they are: their digests are compared with
-    `surgery.json`, and the new code must ask for exactly these tensors. The code is replaced first and its digest in
-    `surgery.json` then, so that a run that was cut off is finished by the same command.
+    The old code is read, not run. Weights and config.json stay unchanged: their digests are compared with
+    `surgery.json`, and the new code must require exactly these tensors. The code is replaced first, then its digest in
+    `surgery.json`, so that the same command completes an interrupted run.
 
     Raises:
-        BadInput: `out` has no grafts, its code was edited, or other code lies in it.
-        PromiseBroken: Something else is not as `surgery.json` says; `out` is as it was.
+        BadInput: `out` has no grafts, its code was edited, or it contains other code.
+        PromiseBroken: Something else contradicts `surgery.json`; `out` is unchanged.
     """
     listener = listener or Quiet()
-    # The files of code are read as text; which of them is surgeon's is judged here, by digests.
+    # Code files are only read as text; digests decide below which of them is surgeon's.
     folder = CheckpointFolder.open(Path(out), trust_remote_code=True)
     manifest = manifest_of(folder)
     native = composition_of(folder.config)
@@ -85,14 +85,14 @@ def refresh(out: str | Path, *, listener: Listener | None = None) -> Refreshed:
 
 
 def _check_fits(folder: CheckpointFolder) -> None:
-    """Raise BadInput where the shipped code asks for other tensors than the folder holds."""
+    """Raise BadInput where the shipped code requires other tensors than the folder has."""
     from surgeon.writing.preflight import check_skeleton
 
     check_skeleton(folder.config, [copied(name, info) for name, info in folder.tensors.items()])
 
 
 def refreshed_view(found: Refreshed) -> str:
-    """Return what was written, in lines."""
+    """Return lines on what was written."""
     done = "already this version's" if found.before == found.now else "replaced, nothing else"
     name = printable(str(found.path))
     return "\n".join([f"{name}: {CODE_FILE} {done}", *found.checks, f"its function: `surgeon verify BASE {name}`"])

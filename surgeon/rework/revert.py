@@ -1,4 +1,4 @@
-"""`surgeon revert`: an earlier state of an output, byte for byte or not at all."""
+"""`surgeon revert`: restore an earlier state of an output, byte for byte or not at all."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ from surgeon.writing.write import check_output, execute
 class Reverted:
     """An earlier state that was written: state `to` of an output of `surgeries` surgeries.
 
-    `undone` are the operations of the surgeries taken back, oldest first; `base` says what the state was called when
-    the first of them began. `manifest` is the state's own, None for the first base. `tensors` it has, `dropped` are
-    those of the output that it has not. `moved` says how their bytes came there. `digest` is the state's;
-    `checked_against` is what it was compared with beside OUT's own word: `base`, `base_digest`, both or nothing.
+    `undone` are the operations of the undone surgeries, oldest first. `base` is the state's name when the first undone
+    surgery began. `manifest` is the state's own, None for the first base. `tensors` counts the state's tensors,
+    `dropped` the output's tensors that the state lacks. `moved` states how the bytes were copied. `digest` is the
+    state's. `checked_against` names what it was compared with, apart from OUT's own manifest: `base`, `base_digest`,
+    both or none.
     """
 
     path: Path
@@ -70,7 +71,7 @@ class Reverted:
             `path`, `to`, `surgeries`, `base`, `undone`: the new folder; surgeries that are left, of how many; the
                 restored state's name; the operations of each surgery that was undone
             `tensors`, `dropped`, `bytes`, `moved`, `left_behind`, `seconds`: what was written and what was not; `moved`
-                as of `apply`
+                as in `apply`
             `digest`, `checked_against`: the state's digest; what it was compared with: `base`, `base_digest`, both, or
                 nothing (then it is only OUT's own statement)
         """
@@ -88,25 +89,25 @@ def revert(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reverted:
-    """Write what `out` was after `to` of its surgeries into the new folder `dest` (None: before the last one; 0: base).
+    """Write the state of `out` after `to` of its surgeries into the new folder `dest`.
 
-    A surgery is one applied plan. Every tensor of that state comes back byte for byte under its name of then, with its
-    config.json, manifest and code; new tensors of the surgeries that stay have the values the next surgery found, so
-    what was trained in between is kept. Side files of `out` come along where they are what that state had. Raises
-    BadInput, and `dest` stays absent, where a tensor is no longer what it was (trained, edited, merged away) or the
-    manifest was edited.
+    With `to` None this is the state before the last surgery, with 0 the first base. A surgery is one applied plan.
+    Every tensor of that state is restored byte for byte under its earlier name, with its config.json, manifest and
+    code. New tensors of the remaining surgeries have the values that the next surgery found, so training in between is
+    kept. Side files of `out` are copied where they equal the state's. Raises BadInput, and `dest` stays absent, where a
+    tensor has changed since (trained, edited, merged away) or the manifest was edited. With `link`, shards of that
+    state that `out` has unchanged are hard-linked and become read-only (`apply`).
 
-    With `link` shards of that state which `out` has as they were are hard-linked and become read-only (`apply`).
-
-    All that is known of the state is what `out` says, and whoever writes an output can make it say that of any state.
-    With `base`, the folder of the state itself, or with `base_digest`, which `apply` showed when it operated on the
-    state, BadInput where it is another; without both, the listener and `checked_against` say that nothing was compared.
+    Only the manifest of `out` describes the state, and whoever writes an output can make it describe any state. With
+    `base`, the folder of the state itself, or `base_digest`, which `apply` showed when it operated on the state,
+    BadInput is raised where they differ. Without both, the listener and `checked_against` report that nothing was
+    compared.
     """
     listener = listener or Quiet()
     target = Path(dest)
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     manifest = manifest_of(folder)
-    # What training changed may lie beside the weights as it was before: of the last surgery alone.
+    # Values from before training may be next to the weights, only for the last surgery's training.
     kept = kept_tensors(folder) if manifest.kept else None
     layout = folder.tensors
     folder = folder if kept is None else with_kept(folder, kept)
@@ -148,7 +149,7 @@ def _compare_state(
     trust_remote_code: bool,
     listener: Listener,
 ) -> tuple[str, ...]:
-    """Compare what `out` says of a state with what the user gave; return the names of what was given.
+    """Compare the state described by `out` with what the user gave; return the names of the given options.
 
     Args:
         state: The state, as the manifest of `out` describes it.
@@ -182,7 +183,7 @@ def _compare_state(
 
 
 def _lost_files(job: Job, state: State, out: CheckpointFolder, listener: Listener) -> list[str]:
-    """Return the side files of the state that cannot be written, and say so: `out` has them no more as they were."""
+    """Return, and report, the side files of the state that cannot be written because `out` has changed or lost them."""
     lost = [name for name in state.base.files if name not in job.files and name not in (job.carried_names or ())]
     for name in lost:
         listener.say(
@@ -193,7 +194,7 @@ def _lost_files(job: Job, state: State, out: CheckpointFolder, listener: Listene
 
 
 def state_difference(state: State, base: CheckpointFolder, listener: Listener) -> str | None:
-    """Return the first thing of a state that the folder `base` lacks or has otherwise; None where it has all."""
+    """Return the first tensor or file of a state that the folder `base` lacks or has changed; None if all are equal."""
     then = state.base
     if not same_json(then.config, base.config):
         return CONFIG_FILE
@@ -210,7 +211,7 @@ def state_difference(state: State, base: CheckpointFolder, listener: Listener) -
 
 
 def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, TensorInfo], *, link: bool = False) -> Job:
-    """The job that writes an earlier state of `out`, in shards as those in which `layout` has its tensors.
+    """Return the job that writes an earlier state of `out`, with tensors distributed to shards as in `layout`.
 
     Raises BadInput where its config.json leads to foreign code.
     """
@@ -227,7 +228,7 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
         files |= manifest_and_card(state.manifest, state.config, shards, metadata_of(out))
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
-        """BadInput where a tensor or a file is not what the first surgery that is undone found."""
+        """Raise BadInput where a tensor or file differs from what the first undone surgery found."""
         if torn := [name for name, digest in carried.items() if proof.files[name] != digest]:
             raise BadInput(f"{printable(torn[0])}: changed meanwhile; start again when nothing writes to it")
         changed = [name for name in state.pieces if proof.digests[name] != state.base.tensors[name].sha256]
@@ -255,7 +256,7 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
 
 
 def _grown_files(out: CheckpointFolder, state: State) -> dict[str, bytes]:
-    """The tokenizer files of a state whose vocabulary grew since: the output's, without what was inserted."""
+    """Return a state's tokenizer files where the vocabulary grew since: the output's files without the insertions."""
     found: dict[str, bytes] = {}
     for name in dict.fromkeys(name for manifest in state.undone for name in manifest.side_files):
         digest = state.base.files.get(name)
@@ -279,7 +280,7 @@ def _compared(reverted: Reverted) -> str:
 
 
 def reverted_view(reverted: Reverted) -> RenderableType:
-    """What was taken out, and what stands there now."""
+    """Return lines on what was undone, and on the restored state."""
     undone = "; ".join(", ".join(map(printable, operations)) or "training" for operations in reverted.undone)
     state = f"the base {printable(reverted.base)}" if reverted.to == 0 else f"{reverted.to} of its surgeries"
     lines: list[RenderableType] = [

@@ -1,6 +1,7 @@
-"""What training put beside a run's weights, in its delta: the values of before that it kept, and its adapter.
+"""The files next to a run's weights, in its delta: the values from before training that it kept, and its adapter.
 
-Most of what `base-tensors/` holds is the delta's base itself, which brings it again: only what that lacks is written.
+Most tensors in `base-tensors/` equal the delta's base, which provides them: only tensors that the base lacks are
+written.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from surgeon.writing.job import in_order
 
 @dataclass(frozen=True)
 class Beside:
-    """The files beside a run's weights: `held` are their tensors in the order of their bytes, by the names there.
+    """The files next to a run's weights: `held` gives their tensors in the order of their bytes, by the names there.
 
-    `digests` and `places` are those tensors', `files` the small files.
+    `digests` and `places` belong to these tensors; `files` are the small files.
     """
 
     held: Mapping[str, Mapping[str, TensorInfo]]
@@ -46,7 +47,7 @@ class Beside:
 
     @classmethod
     def of(cls, out: CheckpointFolder, manifest: Manifest) -> Beside:
-        """What lies beside the weights of `out`. Raises BadInput where it is not what the manifest says."""
+        """Return the files next to the weights of `out`. Raises BadInput where they differ from the manifest."""
         held: dict[str, dict[str, TensorInfo]] = {}
         digests: dict[str, str] = {}
         files: dict[str, bytes] = {}
@@ -70,7 +71,7 @@ class Beside:
         return cls(held, digests, places, files)
 
     def lacked_by(self, base_at: Mapping[str, StoredTensor]) -> tuple[Shard, ...]:
-        """Shards of a delta with the tensors that its base, which brings `base_at`, does not bring."""
+        """Return shards of a delta with the tensors that its base, which provides `base_at`, lacks."""
         own: list[list[tuple[str, TensorInfo]]] = []
         for infos in self.held.values():
             lacked = [
@@ -103,9 +104,9 @@ def _another(out: CheckpointFolder, name: str, folder: str) -> BadInput:
 
 
 def other_than_trained(beside: Mapping[str, list[str]], manifest: Manifest, files: Mapping[str, bytes]) -> str | None:
-    """What of the files beside the weights in a delta's index is not what its manifest says; None where all is.
+    """Return how the files next to the weights in a delta's index contradict its manifest; None where they agree.
 
-    `beside` are their tensors, `files` the small files. Digests of tensors are compared once they are read.
+    `beside` are their tensors, `files` the small files. Digests of tensors are compared later, once they are read.
     """
     adapter = beside.get(ADAPTER_WEIGHTS_FILE)
     kept = {name for file, names in beside.items() if file != ADAPTER_WEIGHTS_FILE for name in names}

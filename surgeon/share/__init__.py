@@ -1,1 +1,1 @@
-"""Giving an output away: to the Hub, or a slot of it as a PEFT adapter."""
+"""Publication of an output: on the Hub, or one of its slots as a PEFT adapter."""

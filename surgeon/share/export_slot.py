@@ -1,6 +1,6 @@
-"""`surgeon export-slot`: a slot of an output as a PEFT adapter for the base that the slots were attached to.
+"""`surgeon export-slot`: write a slot of an output as a PEFT adapter for the base to which the slots were attached.
 
-Shallow layers' shared LoRA and the slot in deep layers together compute, on that base, what the output computes with
+The shared LoRA of shallow layers and the slot in deep layers together compute, on that base, the output's function with
 all of the router's mass on the slot. Matrices are copied as bytes.
 """
 
@@ -41,8 +41,8 @@ from surgeon.writing.write import check_output, execute
 class Exported:
     """A slot that was written as a PEFT adapter for `base` (at `revision`).
 
-    `layers` are the adapted layers of the base, `modules` the number of modules; `config` is its adapter_config.json,
-    `notes` say what of the output's function it lacks.
+    `layers` are the adapted layers of the base, `modules` the number of modules. `config` is its adapter_config.json.
+    `notes` list parts of the output's function that it lacks.
     """
 
     path: Path
@@ -78,8 +78,8 @@ def export_slot(
 ) -> Exported:
     """Write a slot of an output as a PEFT LoRA adapter for the slots' base.
 
-    `peft.PeftModel.from_pretrained(base, dest)` then computes what `out` does with all of the router's mass on the
-    slot: the shallow layers' shared LoRA is part of it. Matrices keep their bytes.
+    `peft.PeftModel.from_pretrained(base, dest)` then computes the function of `out` with all of the router's mass on
+    the slot; the shared LoRA of shallow layers is included. Matrices keep their bytes.
 
     Args:
         out: the output's folder
@@ -89,7 +89,7 @@ def export_slot(
         listener: gets progress and notes
 
     Returns:
-        the adapter's folder and config, and what of the output's function it leaves out
+        the adapter's folder and config, and the parts of the output's function that it lacks
 
     Raises:
         BadInput: for a slot that does not exist or is in layers that the base lacks; `dest` then stays absent
@@ -127,9 +127,9 @@ def export_slot(
 
 @dataclass(frozen=True)
 class Origin:
-    """The base that the slots were attached to: its name, its commit, and the layer of it that each output layer is.
+    """The base to which the slots were attached: its name, its commit, and a map from output layers to its layers.
 
-    `added` are the output's layers that it lacks; `grafts` are the kinds of grafts that it has.
+    `added` are the output's layers that the base lacks; `grafts` are the kinds of the base's own grafts.
     """
 
     id: str
@@ -141,7 +141,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Piece:
-    """One module's LoRA: the base's layer, path in the layer, rank, scale, and both matrices in the output."""
+    """One module's LoRA: the base's layer, the path in the layer, rank, scale, and both matrices in the output."""
 
     layer: int
     target: str
@@ -152,7 +152,7 @@ class Piece:
 
 
 def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
-    """The base of the surgery that first attached slots. Raises BadInput where no surgery of the lineage did."""
+    """Return the base of the surgery that first attached slots. Raises BadInput where no surgery of the lineage did."""
     operations = [[entry.op for entry in surgery.operations] for surgery in (*last.lineage, last)]
     attaching = {op for op, known in OPERATIONS.items() if "experts" in known.grafts}
     first = next((number for number, named in enumerate(operations, 1) if attaching & set(named)), None)
@@ -168,7 +168,7 @@ def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
 
 
 def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:
-    """Parts of the output's function that come neither from the base nor from the slot, in words for the user."""
+    """Describe, for the user, parts of the output's function that come neither from the base nor from the slot."""
     notes = []
     if origin.added:
         notes.append(
@@ -184,7 +184,10 @@ def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:
 
 
 def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int) -> list[Piece]:
-    """The slot's LoRAs in deep layers and the shared ones below. Raises BadInput for a slot that does not exist."""
+    """Return the slot's LoRAs in deep layers and the shared LoRAs below.
+
+    Raises BadInput for a slot that does not exist.
+    """
     shown = printable(str(out.path))
     grafts = grafts_of(out.config)
     slots = [c["slot"] for here in grafts.values() for g in here if g.kind == "expert_router" for c in g.entry["slots"]]
@@ -217,7 +220,7 @@ def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int
 
 
 def _is_alone(anatomy: Anatomy, target: str) -> bool:
-    """Whether no other module of the model goes by the last name of this one of its layers."""
+    """Return whether no other module of the model has the same last name as this module of its layers."""
     if anatomy.derivation.path or anatomy.beyond:
         return False
     last = target.rpartition(".")[2]
@@ -226,15 +229,15 @@ def _is_alone(anatomy: Anatomy, target: str) -> bool:
 
 
 def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dropout: float) -> dict[str, Any]:
-    """The adapter_config.json by which PEFT makes these ranks and scales at exactly these modules."""
+    """Return the adapter_config.json with which PEFT creates these ranks and scales at exactly these modules."""
     kinds = {piece: (piece.rank, _alpha(piece.scale, piece.rank)) for piece in pieces}
     (rank, alpha), _ = Counter(kinds.values()).most_common(1)[0]
     paths = {piece: anatomy.module_name(piece.layer, piece.target) for piece in pieces}
     targets = Counter(piece.target for piece in pieces)
-    # By their last names where they mean no other module, such as a tower's for images.
+    # Use the last names where they match no other module, for example in an image tower.
     everywhere = all(count == len(origin.layers) and _is_alone(anatomy, target) for target, count in targets.items())
     names = [target.rpartition(".")[2] for target in targets] if everywhere else [paths[piece] for piece in pieces]
-    # Where a module's matrix is stored inputs by outputs (GPT-2's `Conv1D`).
+    # True where a module's matrix is stored as inputs × outputs (GPT-2's `Conv1D`).
     transposed = any(
         anatomy.layers[piece.layer][f"{piece.target}.weight"].shape != piece.up.shape[:1] + piece.down.shape[1:]
         for piece in pieces
@@ -262,7 +265,7 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
 
 
 def exporting_job(out: CheckpointFolder, anatomy: Anatomy, pieces: Sequence[Piece], config: Mapping[str, Any]) -> Job:
-    """The job that writes the adapter's folder: its matrices as the output's shards hold them, and its config."""
+    """Return the job that writes the adapter's folder: its matrices, with unchanged bytes, and its config."""
     tensors = {
         f"base_model.model.{anatomy.module_name(piece.layer, piece.target)}.lora_{matrix}.weight": info
         for piece in pieces
@@ -301,7 +304,7 @@ def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], t
 
 
 def _pattern(values: Mapping[Piece, float], usual: float, paths: Mapping[Piece, str]) -> dict[str, float]:
-    """Values that differ from the usual one: by the module's last name where all layers agree, else by path."""
+    """Return the values that differ from `usual`: by the module's last name where all layers agree, else by path."""
     by_target: dict[str, set[float]] = {}
     for piece, value in values.items():
         by_target.setdefault(piece.target, set()).add(value)
@@ -313,7 +316,7 @@ def _pattern(values: Mapping[Piece, float], usual: float, paths: Mapping[Piece, 
 
 
 def _dropout(out: CheckpointFolder, slot: int) -> float:
-    """The slot's dropout; PEFT has one for all modules."""
+    """Return the slot's dropout; PEFT has one dropout for all modules."""
     entries = [
         entry
         for here in grafts_of(out.config).values()
@@ -325,7 +328,7 @@ def _dropout(out: CheckpointFolder, slot: int) -> float:
 
 
 def _alpha(scale: float, rank: int) -> float:
-    """An α for which α / rank is exactly the scale, where there is one; an int where it is whole."""
+    """Return an α for which α / rank is exactly the scale, where one exists; an int where it is whole."""
     product = scale * rank
     candidates = (float(round(product)), product, math.nextafter(product, math.inf), math.nextafter(product, -math.inf))
     alpha = next((candidate for candidate in candidates if candidate / rank == scale), product)
@@ -333,7 +336,7 @@ def _alpha(scale: float, rank: int) -> float:
 
 
 def exported_view(exported: Exported) -> RenderableType:
-    """The slot that was written, and the base to load it on."""
+    """Return lines on the written slot, and the base to load it on."""
     base = printable(at_revision(exported.base, exported.revision))
     return Group(
         Text.assemble(

@@ -1,4 +1,4 @@
-"""The files of a push: what the repository will hold, what of it is missing there, and what has to go."""
+"""The files of a push: which files the repository will have, which are missing there, and which must be removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgeon.grafts.bundle import CODE_FILE
 
 @dataclass(frozen=True)
 class Upload:
-    """A file of a push: its size in bytes, and whether the repository lacks it, holds another, or holds just this."""
+    """A file of a push: its size in bytes, and whether it is new to the repository, changed, or already there."""
 
     name: str
     nbytes: int
@@ -25,7 +25,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Parcel:
-    """The files that the repository will hold: contents (paths, or bytes made here) by name, and their sizes.
+    """The files that the repository will have: contents (paths, or bytes made here) by name, and sizes.
 
     `left_behind` are files of the folder that are not uploaded.
     """
@@ -35,24 +35,26 @@ class Parcel:
     left_behind: tuple[str, ...]
 
     def missing_in(self, there: Repository) -> tuple[str, ...]:
-        """The names that the repository lacks, or holds with other content."""
+        """Return the names that the repository lacks, or has with other content."""
         return tuple(name for name, content in self.files.items() if not there.holds(name, content))
 
     def uploads(self, there: Repository, missing: Collection[str]) -> tuple[Upload, ...]:
-        """Each file with its size, and whether the repository holds it; `missing` are the names that it lacks so."""
+        """Return each file with its size and state; `missing` are the names that are absent or different in the
+        repository.
+        """
         return tuple(
             Upload(name, size, "there" if name not in missing else "changed" if name in there.files else "new")
             for name, size in self.sizes.items()
         )
 
     def stale_in(self, there: Repository) -> tuple[str, ...]:
-        """Files of the repository that transformers would load instead of these, or beside them."""
+        """Return files of the repository that transformers would load instead of these, or in addition."""
         loaded = (name for name in there.files if name not in self.files and "/" not in name and _is_loaded(name))
         return tuple(sorted(loaded))
 
 
 def pack(folder: CheckpointFolder, held: HeldFolder, text: bytes) -> Parcel:
-    """An output's files by the allow-list, all of them held, and the card `text`."""
+    """Return an output's files by the allow-list, all held open, and the card `text`."""
     files = _contents(held, folder.shards) | {CARD_FILE: text}
     sizes = {**held.sizes, CARD_FILE: len(text)}
     left = {name for name in folder.source.listing() if name not in files and not name.endswith("/")}
@@ -60,7 +62,7 @@ def pack(folder: CheckpointFolder, held: HeldFolder, text: bytes) -> Parcel:
 
 
 def pack_delta(held: HeldFolder) -> Parcel:
-    """A delta's files; surgeon has just written all of them."""
+    """Return a delta's files, all of which surgeon has just written."""
     for path in sorted(held.path.rglob("*")):
         if not path.is_dir() or path.is_symlink():
             held.hold(path.relative_to(held.path).as_posix())
@@ -68,11 +70,11 @@ def pack_delta(held: HeldFolder) -> Parcel:
 
 
 def _contents(held: HeldFolder, shards: Collection[str]) -> dict[str, Path | bytes]:
-    """Return the files that are held, by name: shards as paths, everything else as the bytes that were checked."""
+    """Return the held files by name: shards as paths, all other files as the checked bytes."""
     return {name: held.place(name) if name in shards else held.content(name) for name in held.sizes}
 
 
 def _is_loaded(name: str) -> bool:
     """Return whether transformers may load a file of this name, at the top of a repository, as weights or code."""
-    # With a delta's mark beside it, surgeon would not open the checkpoint.
+    # DELTA_FILE too: surgeon refuses to open a checkpoint that contains it.
     return name in (INDEX_FILE, DELTA_FILE, CODE_FILE) or name.endswith(".safetensors")

@@ -1,4 +1,4 @@
-"""`surgeon push`: put an output on the Hub, as one commit, once it verifies."""
+"""`surgeon push`: publish an output on the Hub, as one commit, after it was verified."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from surgeon.verification.own_manifest import check_own_manifest
 from surgeon.verification.verification import Verification, verdict
 from surgeon.verification.verify import verify
 
-# Says of the folder beside OUT, in which a delta is made to be pushed, that a push made it.
+# The marker of the folder next to OUT in which a push makes its delta.
 _MARKER = "push"
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """A push, or with `dry_run` what one would do.
+    """A push, or with `dry_run` a preview of it.
 
-    `revision` is the branch asked for, None for main. `stale` are files of the repository that are taken out, as they
-    would be loaded beside these; `left_behind` those of the folder that do not go up. `checks` were made before, by
-    the output's own manifest (`verification` None; `no_base` says why) or against its base. `commit` is the hash to
-    pin, that of the repository as it was where nothing had to be sent; None in a dry run.
+    `revision` is the requested branch, None for main. `stale` are files removed from the repository because they would
+    be loaded together with the new ones. `left_behind` are files of the folder that are not uploaded. `checks` were
+    made before, against the output's own manifest (`verification` None; `no_base` states why) or against its base.
+    `commit` is the hash to pin: the repository's existing commit where nothing had to be sent, None in a dry run.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class Pushed:
 
     @property
     def sent(self) -> tuple[Upload, ...]:
-        """The files that the repository lacked or held otherwise."""
+        """The files that the repository lacked or had with other content."""
         return tuple(file for file in self.files if file.state != "there")
 
     def to_json(self) -> dict[str, Any]:
@@ -86,11 +86,11 @@ class Pushed:
         Keys:
             `path`, `repo_id`, `revision`, `url`, `pull_request`: the output; the repository; the branch (null: main);
                 its address; the pull request's address (null: none)
-            `dry_run`, `delta`: true if nothing was sent; true if only what the base lacks was
+            `dry_run`, `delta`: true if nothing was sent; true if only the part that the base lacks was sent
             `files`: each with `name`, `bytes`, `state`: `new`, `changed`, or `there` (not sent again)
             `stale`, `left_behind`: files removed from the repository; files of the folder that were not sent
             `checks`, `verification`, `no_base`: checks by the output's own manifest, each with `name`, `holds`,
-                `detail`, `note`; or the keys of `verify` against its base (null: not found, and `no_base` says why)
+                `detail`, `note`; or the keys of `verify` against its base (null: not found; `no_base` is the reason)
             `license`, `commit`: the card's; the hash to pin (null: a dry run)
         """
         return plain_fields(self)
@@ -112,24 +112,25 @@ def push(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Pushed:
-    """Put an output into a repository of the Hub, as one commit, with a card that says what was done and checked.
+    """Publish an output in a repository of the Hub, as one commit, with a card that reports what was done and checked.
 
-    Before that it is checked as `verify` does, logits included, against its base where that can be had; else against
-    its own manifest, and `no_base` says why. Regular files are sent by an allow-list, and stay open from before the
-    checks; a link is refused. Files that the repository has are not sent again. The token is huggingface_hub's own.
+    Before that, the output is checked as in `verify`, logits included, against its base where that is available; else
+    against its own manifest, and `no_base` states why. Regular files are sent by an allow-list, and stay open from
+    before the checks; a link is refused. Files that the repository already has are not sent again. The token is
+    huggingface_hub's.
 
     Args:
         out: the output's folder
         repo_id: the repository, `user/name`
         base: the folder to check against; without it, the base that the manifest names, from the cache or the Hub
-        public: whether all may see a new repository; False refuses one that is public already
-        revision: the branch, made at need (or `refs/pr/N`); None: main
-        pull_request: open one in place of a commit
+        public: whether a new repository is public; False refuses a repository that is public already
+        revision: the branch, created if missing (or `refs/pr/N`); None: main
+        pull_request: open a pull request instead of a commit
         dry_run: send nothing, make nothing, download nothing
-        force: push although a check fails, or over a model of another tool
-        license: for the card, where the base's is unknown
-        base_model: for the card, the base's id on the Hub
-        delta: send what `make_delta` writes
+        force: push even if a check fails, or over a model of another tool
+        license: the card's licence, where the base's is unknown
+        base_model: the base's Hub id in the card
+        delta: send only a delta, as `make_delta` writes it
         trust_remote_code: run the output's own code
         listener: gets progress and notes
 
@@ -137,8 +138,8 @@ def push(
         the commit, and every file with whether it was sent
 
     Raises:
-        BadInput: also for whatever the Hub or the network answers; the repository is then as it was, and the same call
-            goes on where it stopped
+        BadInput: also for every error of the Hub or the network; the repository is then unchanged, and the same call
+            continues where it stopped
     """
     to = Destination(repo_id, revision, public, pull_request)
     check_names(license, base_model)
@@ -148,7 +149,7 @@ def push(
 
 @dataclass(frozen=True)
 class _Request:
-    """The options of a push, with the names that `push` gives them."""
+    """The options of a push, under the names of `push`'s parameters."""
 
     out: Path
     to: Destination
@@ -161,7 +162,7 @@ class _Request:
     trust_remote_code: bool
 
     def carried_out(self, listener: Listener) -> Pushed:
-        """Check, compare and send; every file stays open from the first to the last."""
+        """Check, compare and send; every file stays open from the first step to the last."""
         if not self.dry_run:
             check_token(self.to)
         with contextlib.ExitStack() as stack:
@@ -218,9 +219,9 @@ class _Request:
         )
 
     def _checked(self, folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> _Checked:
-        """Verify the output against its base, logits included, where that can be had; else against its own manifest.
+        """Verify the output against its base, logits included, if the base is available; else against its own manifest.
 
-        Raises BadInput where a promise does not hold, unless it is forced.
+        Raises BadInput where a promise does not hold, unless `force` is set.
         """
         found, no_base = find_base(manifest, self.base, listener, download=not self.dry_run)
         if found is None:
@@ -230,7 +231,7 @@ class _Request:
             verification = verify(
                 found,
                 self.out,
-                # A base that was found, not given, should not need the memory of two models.
+                # Verifying against a base that the user did not name should not need memory for two models.
                 streamed=self.base is None and not encoder,
                 trust_remote_code=self.trust_remote_code,
                 listener=listener,
@@ -243,7 +244,7 @@ class _Request:
     def _delta(
         self, folder: CheckpointFolder, held: HeldFolder, given: Given, listener: Listener, stack: contextlib.ExitStack
     ) -> tuple[HeldFolder, str | None]:
-        """Write the delta beside the output, until `stack` ends; return it, and its licence."""
+        """Write the delta next to the output, removed when `stack` ends; return its open folder and its licence."""
         room = stack.enter_context(_room_beside(self.out))
         base = None
         if self.base is not None:
@@ -257,9 +258,9 @@ class _Request:
 
 
 def hold_output(held: HeldFolder, *, trust_remote_code: bool, beside: bool = False) -> CheckpointFolder:
-    """Open the output in `held`, and hold every file of it that may be sent. Raises BadInput, for a link too.
+    """Open the output in `held`, and hold open every file of it that may be sent. Raises BadInput, also for a link.
 
-    With `beside` also what training put beside the weights, which goes into a delta alone.
+    With `beside`, hold also the files that training put next to the weights, which only a delta includes.
     """
     folder = CheckpointFolder.open(held.path, trust_remote_code=trust_remote_code)
     manifest, listing = manifest_of(folder), folder.source.listing()
@@ -273,14 +274,14 @@ def hold_output(held: HeldFolder, *, trust_remote_code: bool, beside: bool = Fal
     names += files_beside(folder) if beside else ()
     for name in sorted(names):
         held.hold(name)
-    # Once more, so that all that is read and checked was read while it was held.
+    # Open again, so that everything that is checked was read while the files were held open.
     return CheckpointFolder.open(held.path, trust_remote_code=trust_remote_code)
 
 
 def find_base(
     manifest: Manifest, base: str | Path | None, listener: Listener, *, download: bool
 ) -> tuple[Path | None, str | None]:
-    """The base to check against, or None and why: the given one, else what the manifest names, if it can be had."""
+    """Return the base to check against, or None and the reason: the given base, else the manifest's if available."""
     if base is not None:
         return Path(base), None
     named, revision = manifest.base.id, manifest.base.revision
@@ -298,14 +299,14 @@ def find_base(
 
 @dataclass(frozen=True)
 class _Checked:
-    """The checks before a push: against the base (`verification`), else against its manifest (`no_base` says why)."""
+    """The checks before a push: against the base (`verification`), else against the manifest (`no_base` states why)."""
 
     checks: tuple[Check, ...]
     verification: Verification | None
     no_base: str | None
 
     def check_kept(self, folder: CheckpointFolder) -> None:
-        """Raise BadInput where the output does not keep what it promises."""
+        """Raise BadInput where a promise of the output does not hold."""
         broken = next((f"{check.name}: {check.detail}" for check in self.checks if not check.holds), None)
         if broken is None and self.verification is not None and not self.verification.holds:
             broken = "its logits differ"
@@ -316,7 +317,7 @@ class _Checked:
             )
 
     def words(self) -> list[str]:
-        """A line for each check, for the card."""
+        """Return a line for each check, for the card."""
         by = "against the base" if self.verification else f"against {MANIFEST_FILE}"
         lines = [
             f"{check.name} ({by}): {'' if check.holds else 'DOES NOT HOLD: '}{check.detail}" for check in self.checks
@@ -338,12 +339,12 @@ def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener
 
 @contextlib.contextmanager
 def _room_beside(out: Path) -> Iterator[Path]:
-    """A folder of ours on the output's disk, empty, and gone afterwards."""
+    """Provide an empty private folder on the output's disk, which is removed afterwards."""
     place = out.resolve()
     room = place.with_name(f".{place.name}.push")
     with writing(room), working_in(room, target=room, marker=_MARKER) as work:
         write_durably(room / _MARKER, "")
-        # What a killed push left is made anew.
+        # Remove what a killed push left.
         work.clear(but=(_MARKER,))
         try:
             yield room
@@ -352,7 +353,7 @@ def _room_beside(out: Path) -> Iterator[Path]:
 
 
 def pushed_view(pushed: Pushed) -> RenderableType:
-    """The files that went up (or would), how much of it is new, and the commit to pin."""
+    """Return a table of the uploaded files, the amount that is new, and the commit to pin."""
     table = FittedTable(headings=False)
     styles = {"new": "green", "changed": "yellow", "there": "dim"}
     for file in pushed.files:
@@ -389,14 +390,14 @@ def pushed_view(pushed: Pushed) -> RenderableType:
 
 @dataclass(frozen=True)
 class Given:
-    """The part of the card that a push writes: licence and base model, where given, and lines about the checks."""
+    """The user's part of the card: licence and base model, where given, and lines about the checks."""
 
     license: str | None
     base_model: str | None
     verified: tuple[str, ...]
 
     def over(self, metadata: Metadata) -> Metadata:
-        """The metadata of the base's card, with the given values in place."""
+        """Return the metadata of the base's card with the given values inserted."""
         if self.license is not None:
             metadata = dataclasses.replace(metadata, license=self.license, license_name=None, license_link=None)
         if self.base_model is not None:
@@ -405,7 +406,7 @@ class Given:
 
 
 def card_for(folder: CheckpointFolder, manifest: Manifest, held: HeldFolder, repo_id: str, given: Given) -> bytes:
-    """The card to upload: with the repository's name and the checks, unless somebody edited the folder's card.
+    """Return the card to upload: with the repository's name and the checks, unless somebody edited the folder's card.
 
     An edited card is uploaded unchanged. Raises BadInput where a licence or base model is given for an edited card.
     """
@@ -427,7 +428,7 @@ def card_for(folder: CheckpointFolder, manifest: Manifest, held: HeldFolder, rep
 
 
 def check_names(license: str | None, base_model: str | None) -> None:
-    """Raise BadInput where the Hub knows no licence or model spelled like this."""
+    """Raise BadInput for a licence or model name that is invalid on the Hub."""
     if license is not None:
         check_license(license)
     if base_model is not None and not HUB_ID.fullmatch(base_model):
@@ -435,7 +436,10 @@ def check_names(license: str | None, base_model: str | None) -> None:
 
 
 def check_repository(to: Destination, there: Repository, *, force: bool) -> None:
-    """Raise BadInput where others see what they should not, or a push would overwrite a model of another tool."""
+    """Raise BadInput where the repository has the wrong visibility, or a push would overwrite a model of another tool.
+
+    A pull request needs an existing repository.
+    """
     if to.public is not None and there.exists and there.private is to.public:
         is_now, wanted = ("private", "public") if to.public else ("public", "private")
         raise BadInput(

@@ -1,4 +1,4 @@
-"""A merged adapter against PEFT: the output's logits beside those of the base with the adapter, as PEFT runs them."""
+"""A check of a merged adapter against PEFT: the output's logits are compared with those of base plus adapter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from surgeon.models.compare import LogitComparison
 
-# The share of what an adapter changes, as KL in nats, that a merge may leave out: what rounding costs stays below it.
+# The share of an adapter's effect (KL in nats) that a merge may lose; the loss by rounding stays below it.
 MAY_LOSE = 0.1
 _MODE = "base + adapter, by PEFT"
 
@@ -30,9 +30,9 @@ _MODE = "base + adapter, by PEFT"
 def with_adapters(
     names: Sequence[str], manifest: Manifest, out: CheckpointFolder, anatomy: Anatomy
 ) -> Callable[[Any], Any]:
-    """What makes of the loaded base the model with the adapters that a surgery merged, given in its order as folders.
+    """Return a function that adds to the loaded base the adapters (folders, in order) that a surgery merged.
 
-    Raises BadInput where the surgery did something else, the folders hold other adapters, or PEFT is not there.
+    Raises BadInput where the surgery did something else, the folders contain other adapters, or PEFT is not installed.
     """
     if importlib.util.find_spec("peft") is None:
         raise BadInput(lacking("`--adapter`", "PEFT", "peft"))
@@ -58,17 +58,17 @@ def compare_with_peft(
     *,
     device: str,
 ) -> tuple[Check, LogitComparison]:
-    """Whether the output computes what base and adapters do, in float32, and how their logits compare.
+    """Check that the output computes what base plus adapters compute in float32; return the check and the comparison.
 
-    Weights are the stored ones, so what differs is what their rounding left out. The measure is the base itself: how
-    far it is from base and adapters.
+    Weights are used as stored, so the difference is the loss by their rounding. It is measured relative to the base's
+    own distance from base plus adapters.
     """
     from surgeon.models.compare import compare_models
     from surgeon.models.load import load_model
 
     def loaded(folder: CheckpointFolder) -> Any:
         model = load_model(folder, dtype="float32", device=device)
-        # An adapter may have brought its own rows, for which PEFT wants room.
+        # An adapter may have its own embedding rows, for which PEFT needs room.
         model.resize_token_embeddings(vocabulary_of(out.config), mean_resizing=False)
         return model
 

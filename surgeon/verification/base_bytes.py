@@ -1,4 +1,4 @@
-"""Whether an output holds the bytes of its base that its plan says: every span of a tensor is its source's bytes."""
+"""A check that an output contains the base's bytes where its plan puts them: every span equals its source's bytes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ class Original:
 def check_base_bytes(
     blueprint: Blueprint, manifest: Manifest, base: Original, out: CheckpointFolder, digests: Mapping[str, str]
 ) -> Check:
-    """Every byte of the base that the output is to hold is there, but for tensors that were to train.
+    """Check that every byte of the base that the output is to keep is there, except in tensors that were to train.
 
-    Of tensors that trained in part, the bytes that did not train with what is new. `digests` are the output's.
+    In tensors that trained in part, the bytes that do not train with the new tensors are checked. `digests` are the
+    output's.
     """
     trained, before = manifest.trained, manifest.changed_of_base
     stray = [o.name for o in blueprint.outputs if o.name in trained and (not o.new or o.kept.covered)]
     if unasked := [name for name in stray if name not in before]:
-        # Runs before there was `before` in what is recorded of them.
+        # Runs of versions whose records had no `before` field yet.
         may = set(trainable_set(out, manifest, "added").names) if manifest.operations else set()
         if forbidden := [name for name in unasked if name not in may]:
             return Check("base tensors", False, f"trained, though no surgery lets them train: {some(forbidden)}")
@@ -54,7 +55,7 @@ def check_base_bytes(
 
 
 def _expected(blueprint: Blueprint, manifest: Manifest) -> dict[str, Pieces]:
-    """The bytes of the base that outputs must still hold, of those that hold any."""
+    """Return, for each output that keeps bytes of the base, the bytes that it must still have."""
     trains_all = any(record.trains == "all" for record in blueprint.operations)
     free = manifest.trained.keys() if trains_all else manifest.changed_of_base.keys()
     expected = {
@@ -64,11 +65,11 @@ def _expected(blueprint: Blueprint, manifest: Manifest) -> dict[str, Pieces]:
 
 
 def copy_of(output: Output, base: Mapping[str, TensorInfo]) -> str | None:
-    """The tensor of the base whose bytes, all of them, an output is; None where it is another."""
+    """Return the base tensor of which an output is a whole copy, or None."""
     pieces = output.pieces
     return next((name for name in pieces.tensors if pieces.is_all_of(base[name])), None)
 
 
 def changed_by_training(number: int) -> str:
-    """How many of the base's tensors are others now, in words."""
+    """Return in words how many of the base's tensors training changed."""
     return f"{number} base tensor{'s' * (number != 1)} changed by training"

@@ -1,10 +1,10 @@
-"""The manifest as a claim: what it says, and the files that lie beside the weights, against what plan and base make.
+"""The manifest as a claim: it and the files next to the weights are compared with what plan and base produce.
 
-What nothing shows is left out, and named here: how the base was called (`base.id`, `base.revision`), comments of the
-plan, what solvers and training report of themselves (`transport_maps`, losses, settings, sizes of changes), the digest
-of the text that a plan had the base run on, and of other models that it took tensors from, what a growth of the
-vocabulary measured of texts and made its tokens of, what was measured of layers before some were taken out, what
-merges changed and how large adapters are, and at birth of a computed tensor that was trained since.
+Fields that nothing can prove are not compared: the base's name (`base.id`, `base.revision`), comments of the plan,
+reports of solvers and of training (`transport_maps`, losses, settings, sizes of changes), the digests of the text on
+which a plan ran the base and of other models it took tensors from, the texts measured and tokens chosen when a
+vocabulary grew, measurements of layers before some were removed, the changes by merges and the sizes of adapters, and
+the digest at birth of a computed tensor that was trained since.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan
 
-# What transformers looks for beside weights, whatever config.json says: weights of other formats and adapters, code,
-# and configs, indexes, vocabularies and templates by their names.
+# Files that transformers looks for next to weights, whatever config.json contains: weights of other formats and
+# adapters, code, and configs, indexes, vocabularies and templates by their names.
 _LOADED = re.compile(
     r".*\.(py|safetensors|jinja)|(pytorch_model|tf_model|flax_model|adapter_)[^/]*|custom_generate/"
     r"|[^/]*(config|index|token|vocab|merges|chat_template|tekken)[^/]*\.(json|txt)",
     re.DOTALL | re.IGNORECASE,
 )
-# In the place of what a merge reported of a tensor, where the manifest has nothing of it.
+# Used where the manifest lacks a merge's report on a tensor.
 _NO_CHANGE = ChangeEntry(change=None, nearest=0.0, kept=0.0, guided=0)
 
 
 def base_differences(claimed: Base, found: Base) -> list[str]:
-    """Names of tensors and files of the base that are not what the manifest says, both ways."""
+    """Return the tensors and files in which the claimed and the actual base differ, in both directions."""
     wrong = [] if same_json(claimed.config, found.config) else [CONFIG_FILE]
     for said, there in ((claimed.tensors, found.tensors), (claimed.files, found.files)):
         wrong += [name for name in {**said, **there} if said.get(name) != there.get(name)]
@@ -65,9 +65,9 @@ def base_differences(claimed: Base, found: Base) -> list[str]:
 def manifest_differences(
     manifest: Manifest, loaded: LoadedPlan, blueprint: Blueprint, facts: Mapping[int, Facts]
 ) -> list[str]:
-    """Return where a manifest says something else than its plan makes of its base; see `base_differences`.
+    """Return the fields in which a manifest differs from what its plan makes of its base; see also `base_differences`.
 
-    `facts` are those that the manifest keeps, by which the blueprint was drawn.
+    `facts` are the facts kept in the manifest, with which the blueprint was drawn.
     """
     native = str(manifest.base.config.get("model_type"))
     base = manifest.base.model_copy(update={"model_type": native, "layers": len(blueprint.layer_of_base)})
@@ -91,7 +91,7 @@ def manifest_differences(
         ),
     ).data()
     found = manifest.data()
-    # Versions are noted (`check_origin`), what training left is compared with the tensors' bytes, lineages with bases'.
+    # Compared elsewhere: versions (a note, `check_origin`), training (with tensor bytes), lineages (with the bases').
     taken = {"sha256", "tool", "proven", "training", "lineage"}
     if expected["plugins"].keys() == found["plugins"].keys():
         taken.add("plugins")
@@ -103,7 +103,7 @@ def manifest_differences(
 
 
 def _at_birth(output: Output, manifest: Manifest, base: Base) -> str:
-    """The digest of a new tensor at birth; of a computed one what the manifest says, which is compared elsewhere."""
+    """Return a new tensor's digest at birth; for a computed tensor the manifest's digest (compared elsewhere)."""
     for sha256, lying in output.recipe.named_values:
         if lying.nbytes == output.nbytes:
             return sha256
@@ -116,7 +116,7 @@ def _at_birth(output: Output, manifest: Manifest, base: Base) -> str:
 
 
 def _differences(expected: Any, found: Any, path: str) -> Iterator[str]:
-    """Paths below `path` at which two values of JSON data differ."""
+    """Yield the paths below `path` at which two values of JSON data differ."""
     if same_json(expected, found):
         return
     if isinstance(expected, dict) and isinstance(found, dict):
@@ -133,13 +133,13 @@ def _differences(expected: Any, found: Any, path: str) -> Iterator[str]:
 
 
 def check_manifest(wrong: Sequence[str]) -> Check:
-    """Whether a manifest says what plan and base make; `wrong` are the fields where it does not."""
+    """Return the check of a manifest against plan and base; `wrong` are the fields that differ."""
     kept = "every field follows from the plan and the base, as far as these determine it"
     return Check.of("manifest", wrong, f"{MANIFEST_FILE} says otherwise than plan and base", kept)
 
 
 def check_origin(manifest: Manifest, blueprint: Blueprint) -> list[Check]:
-    """A note where another version of surgeon or of a plugin is said to have written it, which nothing shows."""
+    """Return a note where the manifest names another version of surgeon or of a plugin, which nothing can prove."""
     here = {"surgeon": __version__} | plugins_of(blueprint)
     said = {"surgeon": manifest.tool.version} | manifest.plugins
     others = [f"{name} {version}" for name, version in said.items() if here.get(name) != version]
@@ -148,9 +148,9 @@ def check_origin(manifest: Manifest, blueprint: Blueprint) -> list[Check]:
 
 @dataclass(frozen=True)
 class Beside:
-    """What must lie beside the weights of an output: config, `code`, and the files of these digests.
+    """The files that must be next to the weights of an output: config, `code`, and the files with the digests `known`.
 
-    `grown` are tokenizer files that are the base's, of these digests, but for what the manifest says was inserted.
+    `grown` are tokenizer files that must equal the base's files (by these digests) except for the recorded insertions.
     """
 
     code: tuple[str, ...]
@@ -159,14 +159,14 @@ class Beside:
 
     @classmethod
     def of(cls, blueprint: Blueprint, base: Base, manifest: Manifest) -> Beside:
-        """What a plan makes of a base."""
-        # Scripts beside surgeon's are those that the user trusts: of the model, or of a tokenizer alone.
+        """Return the files that a plan makes of a base."""
+        # Scripts other than surgeon's are code that the user trusts, for the model or only for a tokenizer.
         carried = {n: base.files[n] for n in base.files if is_side_file(n) or (n.endswith(".py") and n != CODE_FILE)}
         grown: dict[str, str] = {}
         for name, how in manifest.side_files.items():
             digest = carried.pop(name, None)
             if how.inserted:
-                # Of a file that the base has not, nothing is a rest.
+                # Where the base lacks the file, nothing remains after removing the insertions.
                 grown[name] = digest or ""
             elif how.sha256 is not None:
                 carried[name] = how.sha256
@@ -174,17 +174,17 @@ class Beside:
 
     @property
     def names(self) -> set[str]:
-        """The names of all of them."""
+        """The names of all these files."""
         return {CONFIG_FILE, *self.code, *self.known, *self.grown}
 
 
 def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metadata: Metadata) -> list[Check]:
-    """Every file beside the weights: those of the manifest by digest, the index, the card, and those that it lacks."""
+    """Check every file next to the weights: files of the manifest by digest, the index, the card, and unknown files."""
     found = digests_beside(out, manifest.files)
-    # A record of measurements stays with the run that was measured: a state taken back is without it.
+    # A record of measurements stays with the measured run: a reverted state lacks it.
     recorded = {name: digest for name, digest in manifest.files.items() if name != RECORD_FILE or name in found}
     wrong = [name for name, digest in recorded.items() if found.get(name) != digest]
-    # A run's chat template is known by its digest, as it was in no base.
+    # A chat template added by a training run was in no base; only its digest is known.
     added = {TEMPLATE_FILE} if any(run.config.get("chat_template") for run in manifest.training) else set()
     wrong += [name for name in beside.names ^ manifest.files.keys() if name not in (RECORD_FILE, *added)]
     wrong += [name for name, digest in beside.known.items() if found.get(name) != digest]
@@ -204,7 +204,7 @@ def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metad
 
 
 def _check_inserted(manifest: Manifest, out: CheckpointFolder, beside: Beside) -> list[Check]:
-    """Nothing where no side file grew; else whether these are the base's but for what was inserted."""
+    """Check that grown side files are the base's files plus the recorded insertions; no check without grown files."""
     wrong: list[str] = []
     for name, digest in beside.grown.items():
         content = out.read_side_file(name) if name in out.side_files else None
@@ -215,7 +215,7 @@ def _check_inserted(manifest: Manifest, out: CheckpointFolder, beside: Beside) -
 
 
 def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str]:
-    """Digests of those of the files `names` that lie beside the weights. Raises BadInput where one cannot be read."""
+    """Return the digests of those `names` that exist next to the weights. Raises BadInput where one cannot be read."""
     listing = out.source.listing()
     there = [name for name in names if name in listing]
 
@@ -228,7 +228,7 @@ def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str
 
 
 def strange_files(manifest: Manifest, out: CheckpointFolder) -> list[str]:
-    """Files and folders in the output that surgeon did not write."""
+    """Return the files and folders in the output that surgeon did not write."""
     known = {MANIFEST_FILE, CARD_FILE, *manifest.files, *out.shards}
     known |= {f"{KEPT_FOLDER}/"} if manifest.kept else set()
     known |= {f"{ADAPTER_FOLDER}/"} if manifest.adapter is not None else set()
@@ -239,7 +239,7 @@ def strange_files(manifest: Manifest, out: CheckpointFolder) -> list[str]:
 
 
 def _index_fits(out: CheckpointFolder) -> bool:
-    """Whether the index says what the headers do; that it names every tensor's shard was checked at opening."""
+    """Return whether the index agrees with the headers. Opening already checked that it has every tensor's shard."""
     content = out.source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
     found = parse_json_strict(content, file=INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
     infos = out.tensors.values()
@@ -248,7 +248,10 @@ def _index_fits(out: CheckpointFolder) -> bool:
 
 
 def _check_card(manifest: Manifest, out: CheckpointFolder, metadata: Metadata) -> list[Check]:
-    """A note where the card is not what the manifest and the base's card make: pushed, or edited, as anybody may."""
+    """Return a note where the card differs from the one that the manifest and the base's card produce.
+
+    Reasons are a push, or an edit, which anybody may make.
+    """
     sizes = {name: info.numel for name, info in out.tensors.items()}
     there = CARD_FILE in out.source.listing()
     if there and out.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES) == card(manifest, out.config, sizes, metadata):
@@ -258,9 +261,10 @@ def _check_card(manifest: Manifest, out: CheckpointFolder, metadata: Metadata) -
 
 
 def check_beside(out: CheckpointFolder, more: Iterable[str] = ()) -> Check:
-    """Whether loaders find nothing in the folder that surgeon never writes: adapters, other weights, `generate`.
+    """Check that the folder contains nothing that loaders read and surgeon never writes.
 
-    `more` are files that surgeon does write, and did not write here.
+    Such files are adapters, other weights, and code that replaces `generate`. `more` are files of kinds that surgeon
+    writes, but did not write here.
     """
     found = strays(out.source.listing(), out.shards)
     wrong = [f"{printable(name)} ({does})" for name, does in found.items()]

@@ -1,4 +1,4 @@
-"""What every comparison of an output with its base says, whether of a decoder's logits or of an encoder's outputs."""
+"""The common interface of comparisons of an output with its base: a decoder's logits or an encoder's outputs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class Comparison(Protocol):
-    """The outputs of base and output over the same tokens, in one mode and one dtype.
+    """A comparison of the base's and the output's results on the same tokens, in one mode and one dtype.
 
-    `LogitComparison` and `OutputComparison` are the two kinds; a fact that a kind does not have is None, or what it is
-    where outputs are identical.
+    `LogitComparison` and `OutputComparison` are the two kinds. A fact that a kind lacks is None, or the value that it
+    has where outputs are identical.
     """
 
     @property
@@ -25,11 +25,11 @@ class Comparison(Protocol):
 
     @property
     def output(self) -> str:
-        """Which output was compared: `logits`, or what an encoder's head returns."""
+        """The compared output: `logits`, or an output of an encoder's head."""
 
     @property
     def tokens(self) -> int:
-        """How many positions were compared."""
+        """The number of compared positions."""
 
     @property
     def identical(self) -> bool:
@@ -37,19 +37,19 @@ class Comparison(Protocol):
 
     @property
     def rounded(self) -> bool:
-        """Whether values differ by no more than the rounding of one function computed in two ways."""
+        """Whether values differ by no more than rounding, as when one function is computed in two ways."""
 
     @property
     def same_before_tail(self) -> bool:
-        """Whether all logits but those of the base's last V mod 4 tokens are bit-identical."""
+        """Whether all logits, except those of the base's last V mod 4 tokens, are bit-identical."""
 
     @property
     def same(self) -> int:
-        """How many positions have the base's values, bit for bit."""
+        """The number of positions with the base's values, bit for bit."""
 
     @property
     def apart(self) -> tuple[float, float] | None:
-        """The base's and the output's mean loss at the other positions; None where none of them has a next token."""
+        """The base's and the output's mean loss at the other positions; None if no such position has a next token."""
 
     @property
     def max_abs_difference(self) -> float:
@@ -57,7 +57,7 @@ class Comparison(Protocol):
 
     @property
     def grown(self) -> GrownLoss | None:
-        """What new tokens cost old ones; None where there are no new tokens."""
+        """The cost of new tokens for old ones; None without new tokens."""
 
     @property
     def next_token(self) -> tuple[float, float, float, float] | None:

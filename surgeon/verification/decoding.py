@@ -1,7 +1,7 @@
-"""Whether an output decodes over a cache as it does without one, once what was added is no longer silent.
+"""A check that an output decodes the same with and without a cache, once the added tensors are no longer silent.
 
-At birth grafts say nothing, so that one which loses between two forwards what it keeps of earlier tokens computes what
-the base does all the same. Here their tensors are moved, in memory, and the model is compared with itself.
+At birth grafts add nothing. So a graft that loses its memory of earlier tokens between two forward passes still
+computes the base's function. Here the grafts' tensors are moved, in memory, and the model is compared with itself.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from surgeon.models.compare import ROUNDING, decoded_steps, generated, prefilled
 from surgeon.runtime.models import check_sites
 
 NAME = "decoding"
-# Texts, tokens of each before the first that is said, and tokens said.
+# The number of texts, and the tokens of each in the prompt and in the continuation.
 _TEXTS, _PREFIX, _STEPS = 3, 24, 6
-# What tokens are evidence of, in nats, and the threshold where that is summed, which no token alone passes.
+# Mean and spread of a gate's evidence per token in nats; the threshold of summed evidence, above any single token's.
 _MEAN, _SPREAD, _SUM = 2.0, 4.0, 3.5
 
 
 def check_decoding(model: Any, ids: Tensor) -> Check:
-    """Whether prefill and transformers' own generation, with a cache and without, agree on the first of `ids`.
+    """Check that prefill and transformers' `generate`, with a cache and without, agree on the first of `ids`.
 
-    The model is in float32 afterwards, and what was added to it is noise. Nothing is shown where that changes nothing,
-    and where the base itself decodes otherwise over a cache. Raises BadInput where the model cannot be run.
+    Afterwards the model is in float32, and its added tensors are noise. The check is only a note where the noise
+    changes no logit, and where the base itself decodes differently with a cache. Raises BadInput where the model cannot
+    be run.
     """
     model.float()
     ids = ids[:_TEXTS, : _PREFIX + _STEPS].to(model.device)
@@ -48,7 +49,7 @@ def check_decoding(model: Any, ids: Tensor) -> Check:
 
 
 def _moved(model: Any, names: set[str], ids: Tensor) -> bool:
-    """Move the tensors by noise as large as the layers' weights; whether logits show it."""
+    """Add noise as large as the layers' weights to the tensors; return whether the logits change."""
     with model.grafts(enabled=False):
         before = prefilled(model, ids)
     drawn = torch.Generator().manual_seed(0)
@@ -67,20 +68,20 @@ def _moved(model: Any, names: set[str], ids: Tensor) -> bool:
 
 
 def _fit(gate: Any, given: tuple[Any, ...]) -> None:
-    """Have tokens with these hidden states open and close a gate."""
+    """Fit a domain gate so that tokens with these hidden states both open and close it."""
     gate.threshold.fill_(_SUM if gate.spec.reads == "cusum" else 0.0)
     gate.offset.zero_()
     found = gate.odds(given[0])
-    # Of one token again and again it is the same but for rounding, which must stay small.
+    # If one token is repeated, the spread is only rounding, which must not be amplified much.
     by = _SPREAD / (found.std() + 1e-3 * found.abs().mean())
     (gate.weight if gate.out is None else gate.out).mul_(by)
     gate.offset.copy_(_MEAN - found.mean() * by)
 
 
 def _apart(model: Any, ids: Tensor, steps: int) -> str:
-    """Which way to generate the last tokens of texts differs from prefill by more than rounding; empty where none does.
+    """Return which way of generating the last tokens differs from prefill by more than rounding; "" where none does.
 
-    So it is where most texts show it: a choice among experts may fall otherwise in one that rounds otherwise.
+    Most texts must show the difference: rounding may change the choice of experts in a single text.
     """
     prompt, said = ids.tensor_split([-steps], dim=1)
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
@@ -98,5 +99,5 @@ def _apart(model: Any, ids: Tensor, steps: int) -> str:
 
 
 def _close(one: Tensor, other: Tensor) -> Tensor:
-    """Which texts have the same logits but for rounding: B, bool; both are B T V."""
+    """Return which texts have equal logits up to rounding: (B,), bool; both inputs are (B, T, V)."""
     return (one - other).abs().amax(dim=(1, 2)) <= ROUNDING["float32"] * other.abs().max()

@@ -1,7 +1,7 @@
-"""`surgeon diff`: what became of every tensor of one checkpoint in another.
+"""`surgeon diff`: how every tensor of one checkpoint differs in another.
 
-Where one's manifest says that the other is its base, layers and the base's digests come from it and only the
-output is read. Else both are read, and layers are matched in order by the bytes they share.
+Where the manifest of one names the other as its base, layers and the base's digests come from the manifest, and only
+the output is read. Else both are read, and layers are matched in order by the bytes that they share.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from surgeon.manifest.reading import manifest_of, parse
 
 @dataclass(frozen=True)
 class Difference:
-    """What became of checkpoint `a` in checkpoint `b`.
+    """The difference from checkpoint `a` to checkpoint `b`.
 
     `changed` and `moved` map names in `a` to names in `b`: other bytes (perhaps in another layer), and the same bytes
-    in another layer. `extended` are those that begin with the same bytes and have more rows. `config` holds the keys of
-    config.json that differ, with both values (None: absent); `sizes` the bytes of every tensor of each. `not_read` is
-    the one of the two whose tensors the other's manifest describes; None: both were read.
+    in another layer. `extended` are tensors that begin with the same bytes and have more rows. `config` contains the
+    keys of config.json that differ, with both values (None: absent). `sizes` gives the bytes of every tensor of each.
+    `not_read` is the checkpoint whose tensors are described by the other's manifest; None: both were read.
     """
 
     a: Path
@@ -81,19 +81,19 @@ class Difference:
 
 
 def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listener | None = None) -> Difference:
-    """Return what became of the checkpoint `a` in `b`, tensor by tensor: added, removed, changed, moved, the same.
+    """Compare the checkpoints `a` and `b` tensor by tensor: added, removed, changed, moved, the same.
 
-    Where the manifest of one says that the other is its base, that one is not read: names, config.json and lineage must
-    fit, its digests are taken on trust. `exact` reads both. No code of either is run. Raises BadInput.
+    Where the manifest of one names the other as its base, the base is not read: names, config.json and lineage must
+    match, and its digests are trusted. `exact` reads both. No code of either is run. Raises BadInput.
     """
     listener = listener or Quiet()
-    # Code beside the weights is neither run nor copied here.
+    # Trust is harmless here, because code next to the weights is neither run nor copied.
     opened = [CheckpointFolder.open(Path(folder), trust_remote_code=True) for folder in (a, b)]
     return compare(*opened, exact=exact, listener=listener)
 
 
 def compare(a: CheckpointFolder, b: CheckpointFolder, *, exact: bool, listener: Listener) -> Difference:
-    """What became of `a` in `b`. With `exact` both are read, whatever a manifest says. Raises BadInput."""
+    """Return the difference from `a` to `b`. With `exact` both are read, even with a manifest. Raises BadInput."""
     layers: dict[int, int] | None = None
     described: tuple[CheckpointFolder, Manifest] | None = None
     if (manifest := _manifest_on(a, b)) is not None:
@@ -121,7 +121,7 @@ def compare(a: CheckpointFolder, b: CheckpointFolder, *, exact: bool, listener: 
 
 
 def _manifest_on(base: CheckpointFolder, out: CheckpointFolder) -> Manifest | None:
-    """The manifest of `out` where its base is, by everything but weights, `base`."""
+    """Return the manifest of `out` where its base is `base`, judged by everything but weights; else None."""
     if out.manifest is None:
         return None
     manifest = parse(out.manifest, file=str(out.path / MANIFEST_FILE))
@@ -176,7 +176,7 @@ def _sorted_out(
 
 
 def _begins(b: CheckpointFolder, name: str, value: _Value) -> bool:
-    """Whether a tensor of `b` begins with rows of this value, and has more."""
+    """Return whether a tensor of `b` begins with rows of this value, and has more rows."""
     dtype, shape, digest = value
     there = b.tensors[name]
     rows = there.first(shape) if there.dtype == dtype else None
@@ -190,7 +190,7 @@ def _sizes(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
 
 
 def _config(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys that differ, each with both values; None where a key is absent."""
+    """Return the keys that differ, each with both values; None where a key is absent."""
     return {
         key: (a.get(key), b.get(key))
         for key in sorted({*a, *b})
@@ -199,14 +199,17 @@ def _config(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, 
 
 
 def _matched(a: Mapping[str, _Value], b: Mapping[str, _Value]) -> dict[int, int]:
-    """Which layer of `b` each layer of `a` is: in order, sharing as many tensors as can be; else the same number."""
+    """Match the layers of `a` to layers of `b`, in order, so that they share as many tensors as possible.
+
+    A layer without such a match is matched to the layer with the same number, where that is free.
+    """
     here, there = _by_layer(a), _by_layer(b)
     numbers, others = sorted(here), sorted(there)
     best = [[0] * (len(others) + 1) for _ in range(len(numbers) + 1)]
     score = {}
     for row, i in enumerate(numbers, 1):
         for column, j in enumerate(others, 1):
-            # Of equals the same number; a layer that shares nothing is no match.
+            # Prefer the same number among equal matches; layers that share nothing do not match.
             score[i, j] = 2 * len(here[i] & there[j]) + (i == j)
             best[row][column] = max(
                 best[row - 1][column - 1] + score[i, j], best[row - 1][column], best[row][column - 1]
@@ -236,7 +239,7 @@ def _by_layer(values: Mapping[str, _Value]) -> dict[int, set[tuple[str, _Value]]
 
 
 def difference_view(difference: Difference) -> RenderableType:
-    """What differs, by kind and layers; the names are in `--json`."""
+    """Return a table of the differences by kind and layers; the names are only in `--json`."""
     table = FittedTable(headings=False)
     before, after = difference.sizes
     kinds: tuple[tuple[str, str, Mapping[str, str], dict[str, int]], ...] = (
@@ -264,7 +267,7 @@ def difference_view(difference: Difference) -> RenderableType:
 
 
 def _where(names: Mapping[str, str]) -> Text:
-    """Layers (and what they became), then names outside the layers."""
+    """Return a text of the layers (and their new numbers), then the names outside the layers."""
     layers: dict[tuple[int, int], None] = {}
     outside: list[str] = []
     for name, there in names.items():

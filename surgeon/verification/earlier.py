@@ -1,4 +1,4 @@
-"""An output of several surgeries against an earlier state: the plans of all surgeries since, drawn again."""
+"""Verification of an output of several surgeries against an earlier state: all plans since then are drawn again."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from surgeon.verification.static import ANOTHER_BASE, Drawn, base_found, check_c
 
 
 def earlier_state(base: CheckpointFolder, out: CheckpointFolder, manifest: Manifest) -> State | None:
-    """The state of `out`, whose manifest is `manifest`, that `base` is; None unless that is before the last base.
+    """Return the state of `out` (with its `manifest`) that equals `base`; None where `base` is the last surgery's base.
 
-    Raises BadInput where what was in that state is lost, or the base's own manifest was edited.
+    Raises BadInput where content of that state is lost, or the base's own manifest was edited.
     """
-    # By shapes too: where the vocabulary grew, names are those of before.
+    # Compare shapes too: where the vocabulary grew, names are unchanged.
     shapes = {name: list(info.shape) for name, info in base.tensors.items()}
     if not manifest.lineage or shapes == {name: tensor.shape for name, tensor in manifest.base.tensors.items()}:
         return None
@@ -59,10 +59,10 @@ def check_earlier(
     *,
     advance: Callable[[int], None],
 ) -> list[Check]:
-    """An output of several surgeries against an earlier state: the first base, say, of a model that learnt many tasks.
+    """Check an output of several surgeries against an earlier state, for example its first base.
 
-    The plans of all surgeries since are drawn again, one on what the one before makes. What training left in between
-    is known by the manifests alone. `advance` counts the bytes read (of base and output together).
+    The plans of all surgeries since then are drawn again, each on the result of the one before. Training in between is
+    known only from the manifests. `advance` receives the count of bytes read (base and output together).
     """
     file = str(out.path / MANIFEST_FILE)
     found = base_found(state.undone[0], base, digests_of(base, base.tensors, advance))
@@ -110,14 +110,14 @@ def check_earlier(
 def _changed_since(
     state: State, manifest: Manifest, base: Base, out: CheckpointFolder, digests: Mapping[str, str]
 ) -> tuple[list[str], int]:
-    """Return the output's tensors that are not the base's although nothing trained them, and how many were trained.
+    """Return the output's tensors that differ from the base's although nothing trained them, and how many were trained.
 
     Args:
-        state: The earlier state, which says where the output has each of its tensors.
+        state: The earlier state, which locates its tensors in the output.
         manifest: The output's manifest.
-        base: What was found of the base, whose state it is.
+        base: The manifest's entry of the actual base.
         out: The output.
-        digests: Of all its tensors.
+        digests: The digests of all its tensors.
     """
     retrained = manifest.changed_of_base.keys()
     moved: list[str] = []
@@ -136,7 +136,7 @@ def _changed_since(
 
 @dataclass(frozen=True)
 class Redrawn:
-    """The plans of several surgeries, drawn again; `wrong` are the fields of manifests that say otherwise."""
+    """The plans of several surgeries, drawn again; `wrong` are the manifests' fields that contradict them."""
 
     drawn: list[Drawn]
     wrong: list[str]
@@ -151,13 +151,13 @@ def redrawn(
     first: int,
     file: str,
 ) -> Redrawn:
-    """Draw the plans of `surgeries` again, the first on a base of these `tensors`, each on what the one before makes.
+    """Draw the plans of `surgeries` again, the first on a base of these `tensors`, each next on the result before it.
 
-    `first` is the number of the first one, for messages. Raises BadInput for a plan that cannot be drawn.
+    `first` is the number of the first surgery, for messages. Raises BadInput for a plan that cannot be drawn.
     """
     drawn: list[Drawn] = []
     wrong: list[str] = []
-    # The first base's tensors by their names of now, while no surgery lets them train.
+    # The first base's tensors by their current names, as long as no surgery lets them train.
     kept = dict(surgeries[0].base.tensors)
     config, files = surgeries[0].base.config, surgeries[0].base.files
     for number, manifest in enumerate(surgeries, first):
@@ -165,7 +165,7 @@ def redrawn(
         where = f"surgery {number}: "
         if not same_json(_own(config), _own(claimed.config)):
             wrong.append(f"{where}base.config")
-        # What a surgery made may have been trained before the next one: of that its shape alone is known.
+        # A surgery's new tensors may have been trained before the next surgery: only their shapes are known.
         found = {
             name: kept.get(name) or StoredTensor.of(info, claimed.digests.get(name, "0" * 64))
             for name, info in tensors.items()
@@ -188,17 +188,17 @@ def redrawn(
 
 
 def _unchanged(output: Output, base: Mapping[str, TensorInfo]) -> str | None:
-    """The tensor of the base that an output is and stays while what is new trains; None where it is another."""
+    """Return the base tensor that an output equals and that stays fixed in training; None if there is none."""
     of = copy_of(output, base) if output.kept.covered else None
     return of if of is not None and base[of].shape == output.recipe.shape else None
 
 
 def _planned(output: Output) -> TensorInfo:
-    """A tensor of a blueprint as a header would have it; it lies nowhere."""
+    """Return a blueprint's tensor as a header entry; it is in no file."""
     recipe = output.recipe
     return TensorInfo(output.name, recipe.dtype, recipe.shape, "", 0, output.nbytes)
 
 
 def _own(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what another tool that saves it writes of itself."""
+    """Return a config without the fields in which a tool that saves it names itself."""
     return {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}

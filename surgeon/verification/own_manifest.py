@@ -1,4 +1,4 @@
-"""An output against its own manifest, without its base: what can be checked of a folder that is to be given away."""
+"""Checks of an output against its own manifest, without its base, for a folder that is about to be published."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from surgeon.verification.static import same_code
 def check_own_manifest(
     manifest: Manifest, out: CheckpointFolder, anatomy: Anatomy, *, advance: Callable[[int], None]
 ) -> list[Check]:
-    """An output against its own manifest, without its base: what can be checked of a folder that is to be given away.
+    """Check an output against its own manifest, without its base, for a folder that is about to be published.
 
-    Unlike `check_static` this lets what a surgery made have been trained since, and believes the manifest's digests.
-    `advance` counts the bytes read; all are read once.
-
-    Raises BadInput where the manifest contradicts itself.
+    Unlike `check_static`, this allows that new tensors were trained since, and trusts the manifest's digests. `advance`
+    receives the count of bytes read; all tensors are read once. Raises BadInput where the manifest contradicts itself.
     """
-    # But for those to which the surgery gave another value.
+    # Without the tensors to which the surgery gave another value.
     places = {name: place for name, place in kept_as_they_are(manifest).items() if place not in manifest.new_tensors}
     described = [_own_layers(manifest, anatomy), _own_tensors(manifest, places, out), *_own_code(manifest, out)]
     if not all(check.holds for check in described):
@@ -39,7 +37,7 @@ def check_own_manifest(
 
 
 def _own_files(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
-    """A note where files beside the weights are others: saved again by the tool that trained it, say, or edited."""
+    """Return a note where files next to the weights differ, for example saved again by the training tool, or edited."""
     found = digests_beside(out, manifest.files)
     changed = [name for name, digest in manifest.files.items() if found.get(name) != digest]
     detail = f"not as surgery left them, so saved again by another tool, or edited: {some(changed)}"
@@ -57,7 +55,7 @@ def _own_layers(manifest: Manifest, anatomy: Anatomy) -> Check:
 def _own_tensors(manifest: Manifest, places: dict[str, str], out: CheckpointFolder) -> Check:
     expected = {*manifest.new_tensors, *places.values()}
     missing = expected - out.tensors.keys()
-    # Where a merge folded tensors away, the promise says so: nothing else takes a base's tensor out.
+    # Where a merge removed tensors, the promise is not exact: nothing else removes a base tensor.
     if manifest.promise != "exact":
         missing &= manifest.new_tensors.keys()
     if missing:
@@ -67,7 +65,7 @@ def _own_tensors(manifest: Manifest, places: dict[str, str], out: CheckpointFold
 
 
 def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
-    """Nothing for a native output."""
+    """Check the code files against the manifest; no check for a native output without code."""
     if manifest.native and not manifest.code:
         return []
     if manifest.native:

@@ -1,10 +1,8 @@
-"""The static proof, by bytes and without running a model: an output against its base.
+"""The static proof: an output is compared with its base by bytes, without running a model.
 
-Against its base the blueprint is drawn anew from the plan in the manifest and the base's headers, so what is checked is
-what the plan means, not what the output says about itself.
-
-What the surgery made new is as it was made: silent where that is promised, constant, as it was written. What training
-runs left is there, in the tensors and beside them.
+The blueprint is drawn again from the plan in the manifest and the base's headers. So the check uses the meaning of the
+plan, not what the output states about itself. New tensors must be as they were made: silent where promised, constant,
+or as written. The results of training runs must be there, in the tensors and next to them.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ ANOTHER_BASE = "not the base this was made from; differing"
 
 @dataclass(frozen=True)
 class Drawn:
-    """What the plan in a manifest makes of a base, by headers and by the facts that the manifest keeps."""
+    """The plan in a manifest, drawn on a base from headers and from the facts that the manifest keeps."""
 
     loaded: LoadedPlan
     blueprint: Blueprint
@@ -80,7 +78,7 @@ class Drawn:
         own: OwnCode | None,
         file: str,
     ) -> Drawn:
-        """Draw the plan of a manifest, which was read from `file`. Raises BadInput where that cannot be done."""
+        """Draw the plan of a manifest that was read from `file`. Raises BadInput where it cannot be drawn."""
         loaded = recorded_plan(manifest.plan, source=f"{file} (plan)")
         anatomy = recalled(config, tensors, own)
         facts = facts_of(manifest, loaded.plan, file=file)
@@ -95,7 +93,7 @@ def check_static(
     *,
     advance: Callable[[int], None],
 ) -> list[Check]:
-    """Every check that needs bytes only. `advance` counts the bytes read (of base and output together)."""
+    """Run every check that needs only bytes. `advance` receives the count of bytes read (base and output together)."""
     blueprint = drawn.blueprint
     described = [check_config(blueprint, out), _tensors(blueprint, out), *_code(blueprint, manifest, out)]
     if not all(check.holds for check in described):
@@ -121,19 +119,19 @@ def check_static(
 
 
 def base_found(manifest: Manifest, base: CheckpointFolder, digests: Mapping[str, str]) -> Base:
-    """What a manifest would say of the base as it is."""
+    """Return the manifest's entry of the base, computed from the actual base."""
     claimed = manifest.base
     files = digests_beside(base, base.side_files)
     return base_entry(base, BaseId(claimed.id, claimed.revision), layers=claimed.layers, digests=digests, files=files)
 
 
 def bytes_to_read(base: CheckpointFolder, out: CheckpointFolder) -> int:
-    """Bytes `check_static` reads, for a progress bar."""
+    """Return the number of bytes that `check_static` reads, for a progress bar."""
     return sum(info.nbytes for folder in (base, out) for info in folder.tensors.values())
 
 
 def _another_base(manifest: Manifest, base: CheckpointFolder) -> list[Check]:
-    """A failed check where config or headers show that this is not the base that was operated on, else nothing."""
+    """Return a failed check where config or headers show that this is not the recorded base; else nothing."""
     claimed = {name: (of.dtype, [*of.shape]) for name, of in manifest.base.tensors.items()}
     found = {name: (of.dtype, [*of.shape]) for name, of in base.tensors.items()}
     wrong = [] if same_json(manifest.base.config, base.config) else [CONFIG_FILE]
@@ -142,10 +140,10 @@ def _another_base(manifest: Manifest, base: CheckpointFolder) -> list[Check]:
 
 
 def check_config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
-    """Whether config.json is as the plan makes it."""
+    """Check that config.json is as the plan makes it."""
     planned, found = blueprint.config, dict(out.config)
     if is_grafted(planned) and is_grafted(found):
-        # Outputs had an entry for each layer before.
+        # Outputs of earlier versions had an entry for each layer.
         found["surgery"] = by_ranges(found["surgery"])
     both = planned.keys() & found.keys()
     wrong = sorted((planned.keys() ^ found.keys()) | {key for key in both if not same_json(planned[key], found[key])})
@@ -165,17 +163,17 @@ def _tensors(blueprint: Blueprint, out: CheckpointFolder) -> Check:
 
 
 def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> list[Check]:
-    """Nothing for a native output; else whether the code beside the weights is what was shipped with them."""
+    """Check that the code next to the weights is the shipped code; no check for a native output."""
     if blueprint.native:
         return []
     return [same_code(manifest, blueprint.code_files, out)]
 
 
 def same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder) -> Check:
-    """Whether the files of code are those that surgery put there.
+    """Check that the code files are the files that surgery wrote.
 
-    What another version shipped is not at hand: it is noted that the manifest alone says so. Such code was refused at
-    opening, unless the user trusts it.
+    The code of other versions is not available: a note then states that only the manifest confirms it. Such code was
+    refused at opening, unless the user trusts it.
     """
     broken = "not the files that surgery put there"
     wrong = [
@@ -196,7 +194,7 @@ def same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder)
 
 
 def check_trained(manifest: Manifest, out: Mapping[str, str]) -> list[Check]:
-    """Nothing for an output that was not trained; else whether it holds what its last training run left."""
+    """Check that the output has the tensors of its last training run; no check for an untrained output."""
     if not manifest.training:
         return []
     trained = manifest.trained
@@ -209,9 +207,10 @@ def check_trained(manifest: Manifest, out: Mapping[str, str]) -> list[Check]:
 
 
 def check_beside_training(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
-    """What training put beside the weights, where it did: the base's own values, and an adapter.
+    """Check the files that training put next to the weights: the base's own values, and an adapter.
 
-    A note where it is not there: it stays with the run and its delta; no other command carries it along.
+    Where they are missing, the check is only a note: they stay with the run and its delta; no other command copies
+    them.
     """
     checks: list[Check] = []
     if manifest.kept:
@@ -243,7 +242,10 @@ def _adapter(entry: AdapterEntry, out: CheckpointFolder) -> Check:
 def check_new_tensors(
     blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, folder: CheckpointFolder, out: Mapping[str, str]
 ) -> list[Check]:
-    """What keeps new layers silent, what the plan calls constant, and what was computed; `out` are digests."""
+    """Check the constants that keep new layers silent, the plan's other constants, and computed tensors.
+
+    `out` are the output's digests.
+    """
     return [
         _silence(blueprint, manifest, anatomy, folder, out),
         _constants(blueprint, manifest, folder, out),
@@ -254,7 +256,7 @@ def check_new_tensors(
 def _silence(
     blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, folder: CheckpointFolder, out: Mapping[str, str]
 ) -> Check:
-    """Check the constants that keep new layers silent: which they are is asked of the anatomy, not of the recipes."""
+    """Check the constants that keep new layers silent; the anatomy names these constants, not the recipes."""
     trained = manifest.trained
     loud: list[str] = []
     checked = 0
@@ -277,7 +279,7 @@ def _silence(
 
 
 def check_dropped(blueprint: Blueprint, anatomy: Anatomy, base: Mapping[str, str]) -> list[Check]:
-    """Nothing where no layer was taken out as silent; else whether all those were, by the base's own bytes."""
+    """Check, by the base's own bytes, that layers removed as silent were silent; no check where there are none."""
     gone = [
         layer
         for number, layers in blueprint.dropped.items()
@@ -297,14 +299,14 @@ def check_dropped(blueprint: Blueprint, anatomy: Anatomy, base: Mapping[str, str
 
 
 def _none(manifest: Manifest) -> str:
-    """Why a check of new tensors had none to look at."""
+    """Return why a check of new tensors found none to check."""
     return "trained since, or the plan makes none" if manifest.trained else "the plan makes none"
 
 
 def _constants(blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, out: Mapping[str, str]) -> Check:
-    """What the plan calls constant: the zeros that keep adapters silent, gates that start at their α.
+    """Check the plan's constants: zeros that keep adapters silent, gates that start at their α.
 
-    Parts of tensors too: zeros that keep more neurons silent, say, beside those of the base.
+    Parts of tensors are checked too, for example zeros that keep additional neurons silent next to the base's neurons.
     """
     wrong: list[str] = []
     whole = 0

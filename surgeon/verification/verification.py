@@ -1,4 +1,4 @@
-"""What `surgeon verify` found: checks, comparisons by logits, and the verdict, as a value and as text."""
+"""The result of `surgeon verify`: checks, comparisons of logits, and the verdict, as a value and as text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether an output keeps its manifest's promises.
+    """The result of a verification: whether an output keeps its manifest's promises.
 
-    `checks` are the static ones, `comparisons` those by logits. `holds` is true when every promise holds;
-    where none was made (`promise` none), differing logits are as promised, and so they are where the output was
-    `trained` since the surgery. `gated`: a domain gate decides which tokens have the base's logits. `tail_alone`: what
-    is promised to rounding are the logits of the base's last V mod 4 tokens, and of all others that they are identical.
+    `checks` are the static checks, `comparisons` the comparisons of logits. `holds` is true when every promise holds;
+    where none was made (`promise` none), or the output was `trained` since the surgery, logits may differ. `gated`: a
+    domain gate decides which tokens have the base's logits. `tail_alone`: the promise of rounding covers only the
+    logits of the base's last V mod 4 tokens; all other logits must be identical.
     """
 
     promise: str
@@ -57,17 +57,17 @@ class Verification:
 
     @property
     def same_before_tail(self) -> bool:
-        """Whether all compared logits but those of the base's last V mod 4 tokens were bit-identical."""
+        """Whether all compared logits, except those of the base's last V mod 4 tokens, were bit-identical."""
         return all(c.same_before_tail for c in self.comparisons)
 
     @property
     def bounded(self) -> bool | None:
-        """Whether new tokens cost no old one more than is promised, at any position; None where there are none."""
+        """Whether new tokens raise no old token's loss by more than promised, anywhere; None without new tokens."""
         return all(each.kept for each in self.grown.values()) if self.grown else None
 
     @property
     def grown(self) -> dict[tuple[str, str], GrownLoss]:
-        """What new tokens cost old ones, by mode and dtype; empty where there are no new tokens."""
+        """The cost of new tokens for old ones, by mode and dtype; empty without new tokens."""
         return {(c.mode, c.dtype): c.grown for c in self.comparisons if c.grown is not None}
 
     @property
@@ -129,7 +129,7 @@ def verification_view(verification: Verification) -> RenderableType:
 
 
 def verdict(verification: Verification) -> Text:
-    """One line: exact, not preserving as promised, or broken."""
+    """Return one line: exact, not preserving as promised, or broken."""
     if not verification.holds:
         return Text("a promise does not hold", style="bold red")
     if verification.trained:
@@ -172,7 +172,7 @@ def _comparisons(verification: Verification) -> FittedTable:
 
 
 def _new_tokens(verification: Verification) -> list[RenderableType]:
-    """What new tokens cost the old ones, where there are some, and what is promised of that."""
+    """Return lines on what new tokens cost the old ones, and the promised bound; empty without new tokens."""
     return [
         Text(
             f"{mode} ({dtype}): {grown.added:,} new rows raise the loss on an old token by at most"
@@ -184,7 +184,7 @@ def _new_tokens(verification: Verification) -> list[RenderableType]:
 
 
 def _gated_tokens(verification: Verification) -> list[RenderableType]:
-    """On how many tokens a domain gate kept the base's logits, and what the loss is on the others."""
+    """Return lines on how many tokens kept the base's logits by a domain gate, and on the loss of the others."""
     lines: list[RenderableType] = []
     for c in verification.comparisons:
         rest = "" if c.apart is None else f"; on the others the loss is {c.apart[1]:.4f}, the base's {c.apart[0]:.4f}"
@@ -194,7 +194,7 @@ def _gated_tokens(verification: Verification) -> list[RenderableType]:
 
 
 def _next_token(figures: tuple[float, float, float, float] | None) -> tuple[str, ...]:
-    """KL, top-1 agreement and both losses as cells; empty ones for an encoder, which predicts no next token."""
+    """Return KL, top-1 agreement and both losses as cells; empty cells for an encoder, which predicts no next token."""
     if figures is None:
         return ("",) * 4
     kl, agreement, base_loss, out_loss = figures

@@ -1,4 +1,4 @@
-"""`surgeon verify`: does an output keep what its manifest promises of its base?"""
+"""`surgeon verify`: check whether an output keeps the promises of its manifest about its base."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def verify(
     """Check `out` against `base`: bytes first, then logits (prefill and cached decode) on real tokens.
 
     Args:
-        base: What the last surgery was carried out on, or an earlier state: the first base, say, of several surgeries.
-            A folder, or `user/name[@revision]` on the Hub, downloaded at need.
-        out: The output, named likewise.
-        logits: Whether models are run where the bytes are as promised.
-        streamed: Whether one layer of each model is in memory at a time.
-        text: A file to take tokens from (plain text or JSON lines); None: the probe text that surgeon brings.
+        base: The base of the last surgery, or an earlier state, for example the first base of several surgeries. A
+            folder, or `user/name[@revision]` on the Hub, which is downloaded where necessary.
+        out: The output, a folder or Hub id too.
+        logits: Whether models are run after the bytes were found as promised.
+        streamed: Whether only one layer of each model is in memory at a time.
+        text: A file to take tokens from (plain text or JSON lines); None: the probe text that surgeon ships.
         window: Tokens in each sequence.
-        windows: How many sequences are taken; 0: all of the text.
-        dtypes: In which dtypes the models run: auto (the checkpoint's), float32, bfloat16, float16.
-        adapters: Folders of the adapters that were merged, in the plan's order: PEFT runs the base with them, and the
-            output must compute the same, up to the rounding of its weights.
+        windows: The number of sequences; 0: the whole text.
+        dtypes: The dtypes in which the models run: auto (the checkpoint's), float32, bfloat16, float16.
+        adapters: Folders of the merged adapters, in the plan's order: PEFT runs the base with them, and the output must
+            compute the same, up to the rounding of its weights.
         device: auto, cpu, cuda or cuda:N.
         trust_remote_code: Whether the checkpoints' own code may run.
         listener: Receives progress and notes.
 
     Returns:
-        Every check and comparison; a broken promise is in it, and is not raised.
+        Every check and comparison; a broken promise is reported here, and does not raise.
 
     Raises:
         BadInput: `out` is no output of surgeon, or an option is out of range.
@@ -78,7 +78,7 @@ def verify(
     pair = _Pair.open(base, out, trust_remote_code=trust_remote_code)
     if streamed and pair.wordless:
         raise BadInput(f"{printable(str(base))}: {pair.kind}, which is compared whole; leave out --streamed")
-    # What this is no output of is refused before any tensor is read, and before torch is loaded.
+    # Refuse an `out` that is no output of surgeon before reading any tensor, and before loading torch.
     manifest = manifest_of(pair.out)
     adapted = _adapted(adapters, manifest, pair, whole=logits and not streamed) if adapters else None
     pair.say_notes(listener)
@@ -98,7 +98,7 @@ def verify(
     vocabulary = pair.anatomy.sizes.vocabulary
     rows = vocabulary_of(pair.out.config) or vocabulary
     if rows != vocabulary and not (proof.kept or proof.new or pair.wordless):
-        # An adapter brought its own rows: what both have is compared.
+        # An adapter added its own embedding rows: compare only the rows that both models have.
         proof = proof._replace(kept=tuple(range(min(vocabulary, rows))))
     tokens = token_batches(
         pair.base.path, text=text, window=window, windows=windows, vocabulary=vocabulary, kept=proof.kept
@@ -109,7 +109,7 @@ def verify(
 
 
 def _check_options(dtypes: Sequence[str], device: str, text: Path | None) -> None:
-    """Raise BadInput for a dtype or a device that there is not, and for a text that cannot be read."""
+    """Raise BadInput for an unknown dtype or device, and for a text that cannot be read."""
     if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
         raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
     devices.check(device)
@@ -118,9 +118,9 @@ def _check_options(dtypes: Sequence[str], device: str, text: Path | None) -> Non
 
 
 def _adapted(adapters: Sequence[str], manifest: Manifest, pair: _Pair, *, whole: bool) -> Callable[[Any], Any]:
-    """What makes of the base the model with the adapters.
+    """Return a function that adds the adapters to the loaded base.
 
-    Raises BadInput where they are not those that were merged, or could not be run.
+    Raises BadInput where they are not the merged adapters, or could not be run.
     """
     from surgeon.verification.adapters import with_adapters
 
@@ -131,7 +131,7 @@ def _adapted(adapters: Sequence[str], manifest: Manifest, pair: _Pair, *, whole:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A base and an output of it, opened, each trusted as the user said; `anatomy` is the base's."""
+    """An opened base and an opened output of it, both with the user's trust setting; `anatomy` is the base's."""
 
     base: CheckpointFolder
     out: CheckpointFolder
@@ -139,7 +139,7 @@ class _Pair:
 
     @classmethod
     def open(cls, base: str | Path, out: str | Path, *, trust_remote_code: bool) -> _Pair:
-        """Open both. Raises BadInput where they are one folder, or one cannot be read."""
+        """Open both. Raises BadInput where they are the same folder, or one cannot be read."""
         base_folder, out_folder = (_opened(name, trust_remote_code) for name in (base, out))
         if base_folder.path.samefile(out_folder.path):
             raise BadInput(
@@ -149,18 +149,18 @@ class _Pair:
 
     @property
     def wordless(self) -> bool:
-        """Whether the models write no words: encoders, and decoders with a head for labels or answers."""
+        """Whether the models generate no text: encoders, and decoders with a head for labels or answers."""
         return self.anatomy.family.encoder or wordless_auto(self.base.config) is not None
 
     @property
     def kind(self) -> str:
-        """What models that write no words are, in words."""
+        """The kind of a model that generates no text, in words."""
         if self.anatomy.family.encoder:
             return f"an encoder ({self.anatomy.family.model_type})"
         return f"a {self.anatomy.family.model_type} with a head for labels or answers"
 
     def say_notes(self, listener: Listener) -> None:
-        """Say what was noticed as the folders were opened."""
+        """Report the notes from opening the folders."""
         for folder in (self.base, self.out):
             for note in folder.notes:
                 listener.say(f"{folder.source.shown}: {note}")
@@ -169,14 +169,14 @@ class _Pair:
 
 
 def _opened(name: str | Path, trust_remote_code: bool) -> CheckpointFolder:
-    """A folder, or a checkpoint on the Hub, which is downloaded at need."""
+    """Open a folder, or a checkpoint on the Hub, which is downloaded where necessary."""
     located = locate(str(name), revision=None, code=trust_remote_code)
     return CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True)
 class _Comparer:
-    """Compare the logits of two checkpoints on real tokens, once their bytes are as promised."""
+    """A comparison of two checkpoints' logits on real tokens, run after their bytes were found as promised."""
 
     pair: _Pair
     proof: StaticProof
@@ -185,7 +185,7 @@ class _Comparer:
     listener: Listener
 
     def streamed(self, found: Verification, dtypes: Sequence[str]) -> Verification:
-        """Return `found` with the comparisons layer by layer, in all dtypes at once."""
+        """Return `found` with layer-by-layer comparisons, in all dtypes at once."""
         from surgeon.models.compare_streamed import compare_streamed
 
         image = _Image.of(self.pair, streamed=True)
@@ -213,7 +213,7 @@ class _Comparer:
         )
 
     def whole(self, found: Verification, dtypes: Sequence[str]) -> Verification:
-        """Return `found` with the comparisons in memory, in one dtype after the other."""
+        """Return `found` with comparisons of whole models in memory, one dtype after another."""
         from surgeon.models.compare import compare_models
         from surgeon.verification.decoding import check_decoding
 
@@ -232,14 +232,14 @@ class _Comparer:
             comparisons += compare_models(base, out, self.tokens.ids, new=new, device=device)
             comparisons += image.compared(base, out, new=new, device=device)
             if is_grafted(self.pair.out.config) and not decoding:
-                # In its place there is room for the output in float32.
+                # Free the base's memory for the output in float32.
                 del base
                 decoding.append(check_decoding(out, self.tokens.ids))
         checks = [*found.checks, *image.notes, *decoding]
         return replace(found, tokens=self.tokens.source, checks=checks, comparisons=comparisons)
 
     def with_peft(self, found: Verification, adapted: Callable[[Any], Any]) -> Verification:
-        """Return `found` with the comparison with the `adapted` base, as PEFT runs it."""
+        """Return `found` with a comparison against the `adapted` base, run by PEFT."""
         from surgeon.verification.adapters import compare_with_peft
 
         self.listener.say(f"comparing logits with PEFT (float32) on {self.tokens.source}")
@@ -248,7 +248,7 @@ class _Comparer:
         return replace(found, checks=[*found.checks, check], comparisons=[*found.comparisons, compared])
 
     def _outputs(self, dtype: str) -> Comparison:
-        """Compare what two models put out that write no words."""
+        """Compare the outputs of two models that generate no text."""
         from surgeon.models.outputs import auto_class, compare_outputs
 
         base, out = self.pair.base, self.pair.out
@@ -256,7 +256,7 @@ class _Comparer:
         return compare_outputs(base, out, self.tokens.ids, auto=auto, dtype=dtype, device=self.device)
 
     def _loaded(self, dtype: str) -> tuple[Any, Any]:
-        """Both models; the base with the ids and the logits of the tokens that stay, where some went."""
+        """Load both models; where tokens were removed, restrict the base to the ids and logits of the other tokens."""
         from surgeon.models.compare import load_pair, trim_logits
 
         loaded = load_pair(self.pair.base, self.pair.out, dtype=dtype, device=self.device)
@@ -272,14 +272,14 @@ def _is_gated(out: CheckpointFolder) -> bool:
 
 @dataclass
 class _Image:
-    """A prompt with a picture for models that read images, and a note for each reason why it was not compared."""
+    """A prompt with a picture, for models that read images, and a note for each reason why it was not compared."""
 
     inputs: Mapping[str, Tensor] | None = None
     notes: list[Check] = field(default_factory=list)
 
     @classmethod
     def of(cls, pair: _Pair, *, streamed: bool) -> _Image:
-        """As the base's processor makes it; nothing where one of the models reads text alone."""
+        """Return the prompt made by the base's processor; without inputs where one of the models reads only text."""
         found, base = cls(), pair.base
         if not all(reads_images(native_config(folder.config)) for folder in (base, pair.out)):
             return found
@@ -299,13 +299,13 @@ class _Image:
         return found
 
     def leave_out(self, why_not: str) -> None:
-        """Compare nothing on it, and say why."""
+        """Skip the comparison on the prompt, and note why."""
         if self.inputs is not None:
             self.inputs = None
             self._note(why_not)
 
     def compared(self, base: Any, out: Any, **options: Any) -> list[LogitComparison]:
-        """The comparisons of two loaded models, none where the base cannot be run on it."""
+        """Return the comparisons of two loaded models on the prompt; empty where the base cannot run on it."""
         from surgeon.models.compare import compare_with_image
 
         if self.inputs is None:
@@ -322,7 +322,7 @@ class _Image:
 
 
 def _by_layers(listener: Listener) -> Callable[[int, int], None]:
-    """Layers run, of both models in all forwards, as a stage of the listener."""
+    """Return a callback that shows the layers run, over both models and all forward passes, as a listener's stage."""
 
     def show(done: int, total: int) -> None:
         if done == 1:
@@ -333,10 +333,10 @@ def _by_layers(listener: Listener) -> Callable[[int, int], None]:
 
 
 class StaticProof(NamedTuple):
-    """What bytes prove, and what is promised: for every base layer, `layer_of_base` is its number in the output.
+    """The result of the byte checks, and the promise. `layer_of_base` gives every base layer's number in the output.
 
-    `new` are the output's rows for tokens that are not the base's, `kept` are the base's ids of its tokens where some
-    were taken out; `tail_alone` is that of `Verification`.
+    `new` are the output's rows for tokens that the base lacks. `kept` are the base's ids of the remaining tokens, where
+    some were removed. `tail_alone` has the same meaning as in `Verification`.
     """
 
     promise: str
@@ -349,7 +349,7 @@ class StaticProof(NamedTuple):
 
 
 def static_proof(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -> StaticProof:
-    """The checks that need bytes only, against the base of the last surgery or an earlier state."""
+    """Run the checks that need only bytes, against the base of the last surgery or an earlier state."""
     manifest, file = manifest_of(out), out.path / MANIFEST_FILE
     listener.begin("reading", bytes_to_read(base, out))
     if state := earlier_state(base, out, manifest):

@@ -1,1 +1,1 @@
-"""A page as one HTML file that needs no network: markup, charts, its head and style."""
+"""A page as one HTML file that needs no network: markup, charts, head and style."""

@@ -1,8 +1,8 @@
-"""Pictures as SVG, for pages; small charts: bars and shaded grids.
+"""SVG pictures for pages, and small charts: bars and shaded grids.
 
-These are 360 units wide, so that a phone shows them whole. One style sheet for all, light and dark, sets the colours. A
-page follows the reader's colour scheme, and its words stay text that scales and can be searched. Every picture has a
-description for screen readers.
+Charts are 360 units wide, so that a phone shows them whole. One style sheet, light and dark, sets all colours. A page
+follows the reader's colour scheme, and its text stays scalable and searchable. Every picture has a description for
+screen readers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _STYLE = files(__package__) / "picture.css"
 
 
 def picture_style() -> str:
-    """Return the style sheet of all pictures: colours by name, then what is drawn with them."""
+    """Return the style sheet of all pictures: colours by name, then the drawn elements."""
     return _STYLE.read_text(encoding="utf-8")
 
 
 def drawing(
     title: str, summary: str, size: tuple[float, float], *parts: Markup, key: str, class_: str = "chart"
 ) -> Markup:
-    """Return an SVG of a width and height with a name and a description; `key` is unique on the page."""
+    """Return an SVG of a given width and height with a title and a description; `key` is unique on the page."""
     width, height = size
     return el(
         "svg",
@@ -45,7 +45,7 @@ _RIGHT = 10
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: `value` of at most `full`, and `words` at its end."""
+    """One bar: `value` out of at most `full`, and `words` at its end."""
 
     name: str
     value: float

@@ -1,7 +1,7 @@
-"""Pages: HTML files that load nothing and run nothing, even where a name in them is hostile. jinja2 fills templates.
+"""HTML pages, filled from jinja2 templates, that load nothing and run nothing, even where a name in them is hostile.
 
-`page.html` is what all pages share, `parts.html` their tables and figures. Whatever a template shows is escaped, but
-for `Markup`, and a name that a template misspells is an error.
+`page.html` is shared by all pages, `parts.html` has their tables and figures. A template's values are escaped, except
+`Markup`, and a misspelt name in a template is an error.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _STYLE = files(__package__) / "style.css"
 
 
 def rendered(template: Path, **shown: Any) -> str:
-    """Return the page that a template makes of what it is to show."""
+    """Return the page that a template makes of the values `shown`."""
     style = raw("\n" + picture_style() + _STYLE.read_text(encoding="utf-8"))
     return _environment(template.parent).get_template(template.name).render(shown, style=style, version=__version__)
 
 
 @cache
 def _environment(folder: Path) -> Environment:
-    """The templates of a folder and of this one, and what they may call."""
+    """Return the jinja2 environment with the templates of a folder and of this one, and their filters."""
     environment = Environment(
         loader=FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
@@ -45,5 +45,5 @@ def _environment(folder: Path) -> Environment:
 
 
 def _by(value: Any, form: str) -> str:
-    """A value by a format; nothing for None."""
+    """Return a value in a format; "" for None."""
     return "" if value is None else format(value, form)

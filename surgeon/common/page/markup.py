@@ -1,4 +1,4 @@
-"""Markup of escaped pieces: what charts are built of, whose places are worked out; pages have templates."""
+"""HTML and SVG markup built from escaped pieces, for charts, whose positions are computed; pages use templates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from markupsafe import Markup as Markup
 
 from surgeon.errors import printable
 
-# Longer than any sensible name; `lines` is for texts of several lines.
+# The longest text of one piece, longer than any sensible name; `lines` is for texts of several lines.
 _LIMIT = 2_000
 
 Child = Markup | str | int | None
@@ -17,21 +17,25 @@ Value = Markup | str | int | float | bool | None
 
 
 def text(words: Any) -> Markup:
-    """Escaped plain text, with invisible and control characters made visible; markup as it is, nothing for None."""
+    """Return escaped plain text, with invisible and control characters made visible.
+
+    Markup is unchanged; None becomes "".
+    """
     if isinstance(words, Markup):
         return words
     return Markup("" if words is None else html.escape(printable(str(words), limit=_LIMIT)))
 
 
 def lines(words: str) -> Markup:
-    """The same for a text of several lines, whose line ends are kept."""
+    """Return escaped text of several lines, with its line ends."""
     return Markup("\n".join(text(line) for line in words.splitlines()))
 
 
 def el(name: str, /, *children: Child, **attributes: Value) -> Markup:
-    """An element. Attributes: `class_` is class, `_` becomes `-`, None and False are left out, True has no value.
+    """Return an element.
 
-    Names of elements and attributes come from this package, never from data.
+    Attributes: `class_` is class, `_` becomes `-`, None and False are left out, True has no value. Names of elements
+    and attributes come from this package, never from data.
     """
     written = []
     for key, value in attributes.items():
@@ -43,12 +47,12 @@ def el(name: str, /, *children: Child, **attributes: Value) -> Markup:
 
 
 def join(*children: Child) -> Markup:
-    """Markup one after the other."""
+    """Return the children's markup, concatenated."""
     return Markup("".join(map(text, children)))
 
 
 def raw(ours: str) -> Markup:
-    """A style sheet or an encoded picture of this package, unescaped."""
+    """Return a style sheet or an encoded picture of this package as markup, unescaped."""
     assert "<" not in ours and '"' not in ours
     return Markup(ours)
 

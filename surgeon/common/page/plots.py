@@ -1,6 +1,6 @@
-"""Lines and points over two axes, as SVG: round ticks, and each line's name at its end in place of a legend.
+"""SVG plots of lines and points over two axes, with round ticks; a line's name is at its end instead of in a legend.
 
-Axes can be logarithmic, and need not hold every value: a triangle at the rim, with the value, stands for one beyond.
+Axes can be logarithmic, and need not contain every value: a triangle at the rim, with the value, marks one beyond.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from surgeon.common.page.markup import Markup, el, join
 Pair = tuple[float, float]
 
 _LEFT, _TOP, _BOTTOM = 46.0, 20.0, 34.0
-# What a letter of a label is at most wide, how tall a line of it is, and the most letters of a name.
+# The width of a label's widest letter, the height of its line, and the most letters of a name.
 _LETTER, _LINE, _LONGEST = 6.6, 12.0, 20
-# The most marks of a line that do not touch.
+# A line with more points than this has no marks, which would touch.
 _MARKED = 24
 _ROUND = (1, 2, 5)
 
@@ -34,7 +34,7 @@ class Axis:
 
     @classmethod
     def over(cls, words: str, values: Iterable[float], *, low: float | None = None, high: float | None = None) -> Axis:
-        """Return the axis that holds all values; `low` and `high` replace their least and largest."""
+        """Return the axis that contains all values; `low` and `high` replace their minimum and maximum."""
         every = [*values]
         least, most = min(every) if low is None else low, max(every) if high is None else high
         if most - least <= 1e-9 * max(abs(least), abs(most), 1e-300):
@@ -43,14 +43,14 @@ class Axis:
         return cls(words, least, most)
 
     def share(self, value: float) -> float:
-        """Return where a value lies, from 0 to 1; one beyond an end lies on it."""
+        """Return the position of a value, from 0 to 1; a value beyond an end is placed at that end."""
         if self.beyond(value):
             return float(value > self.low)
         low, high, here = (math.log(x) if self.log else x for x in (self.low, self.high, value))
         return (here - low) / (high - low)
 
     def beyond(self, value: float) -> bool:
-        """Return whether a value lies beyond an end by more than a line is thick."""
+        """Return whether a value is beyond an end by more than rounding."""
         slack = 0.0 if self.log else 1e-9 * (self.high - self.low)
         return not self.low - slack <= value <= self.high + slack
 
@@ -69,7 +69,7 @@ class Axis:
         return next(found for step in steps if len(found := self._by(step)) <= most)
 
     def _by(self, step: float) -> list[tuple[float, str]]:
-        """Return the multiples of a step; values of an axis of whole numbers keep no decimals."""
+        """Return the multiples of a step with their texts; an axis of whole numbers has no decimals."""
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         decimals = max(0, -math.floor(math.log10(step)))
         if decimals > 4:
@@ -81,8 +81,8 @@ class Axis:
 class Series:
     """A line: `points` are (x, y); `style` numbers its colour, dash and mark (0 to 5).
 
-    `spread` has half of each point's interval on both axes, None where there is none. A `muted` line is grey: what
-    others are compared with. An empty name has no label.
+    `spread` has half of each point's interval on both axes, None where there is none. A `muted` line is grey: a
+    reference for the others. An empty name has no label.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Series:
 
     @property
     def classes(self) -> str:
-        """Its classes in the style sheet."""
+        """The line's CSS classes."""
         return f"s{self.style}{' muted' * self.muted}"
 
 
@@ -117,8 +117,8 @@ def lines(
         up: the vertical axis
         key: unique on the page
         summary: the description for screen readers; by default each line's first and last value
-        scattered: series of which only faint marks are drawn
-        height: of the picture, which is `WIDTH` units wide
+        scattered: series that are drawn only as faint marks
+        height: the height of the picture, which is `WIDTH` units wide
     """
     described = summary or "; ".join(
         f"{one.name}: {_short(one.points[0][1])} to {_short(one.points[-1][1])}" for one in series if one.points
@@ -143,7 +143,7 @@ def drawn_lines(
         if len(one.points) <= _MARKED:
             inside = [point for point in one.points if not frame.beyond(point)]
             parts += [_mark(*frame.at(point), one.classes, one.style) for point in inside]
-    # Names first, as a value at the rim may be left out, and a name may not.
+    # Place names first: a value at the rim may be left out, a name may not.
     labels = _Labels(frame)
     parts += [labels.name(one) for one in series if one.name and one.points]
     outside = [(point, one) for one in (*series, *scattered) for point in one.points if frame.beyond(point)]
@@ -161,7 +161,7 @@ def points(
     summary: str,
     links: Sequence[tuple[float, float, float, float]] = (),
 ) -> Markup:
-    """Draw points in a plane, one style a group, named beneath; `links` are thin lines between pairs."""
+    """Draw points in a plane, one style per group, with group names below; `links` are thin lines between pairs."""
     every = [point for _, group, _ in groups for point in group]
     height = 240.0
     axes = Axis.over(across, (x for x, _ in every)), Axis.over(up, (y for _, y in every))
@@ -179,7 +179,7 @@ def points(
 
 @dataclass(frozen=True)
 class _Frame:
-    """The axes on paper: from the left margin to `right`, from the top margin down to `bottom`."""
+    """The axes' area in the picture: from the left margin to `right`, from the top margin down to `bottom`."""
 
     across: Axis
     up: Axis
@@ -187,7 +187,7 @@ class _Frame:
     bottom: float
 
     def at(self, point: Pair) -> Pair:
-        """Where a point is drawn; one beyond an axis at its rim."""
+        """Return the position at which a point is drawn; a point beyond an axis is drawn at the rim."""
         x, y = self.across.share(point[0]), self.up.share(point[1])
         return _LEFT + x * (self.right - _LEFT), self.bottom - y * (self.bottom - _TOP)
 
@@ -196,14 +196,14 @@ class _Frame:
 
 
 class _Labels:
-    """Places labels so that none lies on another."""
+    """A placer of labels that keeps them from overlapping."""
 
     def __init__(self, frame: _Frame) -> None:
         self._frame = frame
         self._taken: list[tuple[float, float, float]] = []
 
     def name(self, one: Series) -> Markup:
-        """The name at a line's end, moved up or down to where there is room."""
+        """Return a line's name at its end, moved up or down to free space."""
         x, wanted = self._frame.at(one.points[-1])
         words = _cut(one.name)
         x, width = x + 6, _LETTER * len(words)
@@ -213,14 +213,14 @@ class _Labels:
         return el("text", words, title, x=x, y=y + 3.5, class_=f"name {one.classes}")
 
     def _places(self, wanted: float) -> Iterator[float]:
-        """Heights from the wanted one on, nearest first; in the end any, so that a name is never left out."""
+        """Yield heights by distance from the wanted one, then heights below the frame, so that a name always fits."""
         top, bottom = _TOP, self._frame.bottom - 4
         for step in range(int(bottom - top) + 1):
             yield from (y for y in (wanted - step, wanted + step) if top <= y <= bottom)
         yield from itertools.count(bottom + _LINE, _LINE)
 
     def at_the_rim(self, point: Pair, one: Series) -> Iterator[Markup]:
-        """A triangle that points to where the value lies, and the value where there is room for it."""
+        """Yield a triangle that points to a value beyond the rim, and the value's text where there is space."""
         x, y = self._frame.at(point)
         up = self._frame.up
         vertical = up.beyond(point[1])
@@ -248,7 +248,7 @@ class _Labels:
 
 
 def _axes(frame: _Frame, width: float) -> Markup:
-    """Rules, ticks and the names of both axes."""
+    """Return the rules, ticks and names of both axes."""
     parts = [
         el("text", frame.up.words, x=4, y=11, class_="tick"),
         el("text", frame.across.words, x=width - 4, y=frame.bottom + 28, class_="tick", text_anchor="end"),
@@ -270,7 +270,7 @@ def _axes(frame: _Frame, width: float) -> Markup:
 
 
 def _whiskers(one: Series, frame: _Frame) -> Iterator[Markup]:
-    """Thin lines over the interval of each point that has one, as far as the axes go."""
+    """Yield thin lines over each point's interval, cut at the axes' ends."""
     for (x, y), half in zip(one.points, one.spread, strict=bool(one.spread)):
         if half is not None:
             for ends in (((x - half[0], y), (x + half[0], y)), ((x, y - half[1]), (x, y + half[1]))):
@@ -279,7 +279,7 @@ def _whiskers(one: Series, frame: _Frame) -> Iterator[Markup]:
 
 
 def _mark(x: float, y: float, classes: str, style: int = 0) -> Markup:
-    """A shape for each style: circle, square, triangle, diamond, cross, ring."""
+    """Return the mark of a style: circle, square, triangle, diamond, cross, ring."""
     class_ = f"mark {classes}"
     match style % 6:
         case 0:
