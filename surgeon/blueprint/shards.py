@@ -19,11 +19,11 @@ MAX_NEW_SHARD_BYTES = 2_000_000_000
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the output and its tensors in the order of the file. `twin` is the base shard it mirrors."""
+    """One file of the output and its tensors in the order of the file. `mirrored` is the base shard it mirrors."""
 
     file: str
     outputs: tuple[Output, ...]
-    twin: str | None
+    mirrored: str | None
 
     @property
     def nbytes(self) -> int:
@@ -31,26 +31,26 @@ class Shard:
         return sum(output.nbytes for output in self.outputs)
 
 
-def header_of(shard: Shard, twin: Header | None) -> tuple[bytes, list[tuple[int, int]]]:
+def header_of(shard: Shard, mirrored: Header | None) -> tuple[bytes, list[tuple[int, int]]]:
     """Return the bytes before the data of a shard's file, and each tensor's (begin, end) in the file.
 
-    The data has the same alignment as in the `twin` (the header of the file that it mirrors), because arithmetic on
+    The data has the same alignment as in the file it mirrors (`mirrored` is that header), because arithmetic on
     mapped weights depends on it. Shards of saved checkpoints begin at multiples of eight; where one does not, the shard
-    cannot equal its twin (`is_unchanged`).
+    cannot equal that file (`is_unchanged`).
     """
     entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
-    begins = 0 if twin is None else twin.data_begin
+    begins = 0 if mirrored is None else mirrored.data_begin
     return build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
 
 
-def is_unchanged(shard: Shard, data: Pieces, place: str, twin: Header) -> bool:
-    """Return whether a shard's file equals the file at `place`, with header `twin`, byte for byte, header included.
+def is_unchanged(shard: Shard, data: Pieces, place: str, mirrored: Header) -> bool:
+    """Return whether a shard's file equals the file at `place`, with header `mirrored`, byte for byte, header included.
 
     `data` lists the files that the shard's data is made of.
     """
-    named = [(info.name, info.dtype, info.shape) for info in twin.tensors]
+    named = [(info.name, info.dtype, info.shape) for info in mirrored.tensors]
     same = named == [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
-    return same and data.spans == (Span(place, twin.data_begin, shard.nbytes),) and twin.data_begin % 8 == 0
+    return same and data.spans == (Span(place, mirrored.data_begin, shard.nbytes),) and mirrored.data_begin % 8 == 0
 
 
 def lay_out(
@@ -67,8 +67,8 @@ def lay_out(
     groups.extend((None, made) for made in _new_shards(outputs, max_new_shard_bytes))
     total = len(groups)
     return tuple(
-        Shard(SINGLE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors", tuple(held), twin)
-        for number, (twin, held) in enumerate(groups, 1)
+        Shard(SINGLE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors", tuple(held), mirrored)
+        for number, (mirrored, held) in enumerate(groups, 1)
     )
 
 

@@ -46,7 +46,7 @@ _KEEP_MORE = ("domain_gate", "mixture")
 # For each forward its logits, and digests of the hidden states.
 _Passes = list[tuple[Tensor, list[bytes]]]
 # One function to run for base and one for output, and the function that gets both results.
-_Twins = tuple[Sequence[Callable[[], _Passes]], Callable[[_Passes, _Passes], None]]
+_TwoForwards = tuple[Sequence[Callable[[], _Passes]], Callable[[_Passes, _Passes], None]]
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ def compare_streamed(
         return [pair.result() for pair in pairs]
 
 
-def _run(twins: Sequence[_Twins]) -> None:
+def _run(pairs: Sequence[_TwoForwards]) -> None:
     """Run the forwards of base and output side by side, and pass the results of each two to their function."""
     forwards = [
-        lockstep.Forward(works[side], side=side, twin=nth) for side in (0, 1) for nth, (works, _) in enumerate(twins)
+        lockstep.Forward(works[side], side=side, pair=nth) for side in (0, 1) for nth, (works, _) in enumerate(pairs)
     ]
-    lockstep.run(forwards, multiply, lambda pair: twins[pair[0].twin][1](*(forward.result for forward in pair)))
+    lockstep.run(forwards, multiply, lambda done: pairs[done[0].pair][1](*(forward.result for forward in done)))
 
 
 class _Pair:
@@ -184,7 +184,7 @@ class _Pair:
         forwards = len(self.parts(ids_BT)) + (1 + self._steps if self._steps else 0)
         return forwards * sum(len(model.layers) for model in self.models)
 
-    def forwards(self, ids_BT: Tensor) -> Iterator[_Twins]:
+    def forwards(self, ids_BT: Tensor) -> Iterator[_TwoForwards]:
         """Yield pairs of functions to run for base and output, each with the function that gets both results."""
         for part in self.parts(ids_BT):
             yield (

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-# The most bytes of results outside the layers (logits) at a time; at least one forward and its twin are served.
+# The most bytes of results outside the layers (logits) at a time; at least one pair of forwards is served.
 _RESULT_BYTES = 64 * 1024 * 1024
 # torch threads in a forward; large products run in the main thread, with as many as torch has.
 _THREADS = 4
@@ -44,10 +44,10 @@ class _Abandoned(BaseException):
 
 
 class Forward:
-    """A forward of the base (`side` 0) or of the output (1); two forwards with the same `twin` are compared."""
+    """A forward of the base (`side` 0) or of the output (1); two forwards with the same `pair` are compared."""
 
-    def __init__(self, work: Callable[[], Any], *, side: int, twin: int) -> None:
-        self.side, self.twin = side, twin
+    def __init__(self, work: Callable[[], Any], *, side: int, pair: int) -> None:
+        self.side, self.pair = side, pair
         self.result: Any = None
         self.error: BaseException | None = None
         # The error with which its request failed.
@@ -123,7 +123,7 @@ def run(
     multiply: Callable[[Sequence[Any]], None],
     finished: Callable[[Sequence[Forward]], None],
 ) -> None:
-    """Run all forwards. `finished` gets those of each twin as soon as they are done; then their results are freed.
+    """Run all forwards. `finished` gets each pair as soon as both are done; then their results are freed.
 
     On each side, where several wait together, the order of `forwards` decides which run first. Raises the exception of
     a forward, the base's first.
@@ -134,8 +134,8 @@ def run(
     def resume(some: Sequence[Forward]) -> None:
         for forward in some:
             forward.resume()
-        for twin in dict.fromkeys(forward.twin for forward in some):
-            pair = [forward for forward in left if forward.twin == twin]
+        for number in dict.fromkeys(forward.pair for forward in some):
+            pair = [forward for forward in left if forward.pair == number]
             if not all(forward.done for forward in pair):
                 continue
             for forward in sorted(pair, key=lambda forward: forward.side):
@@ -243,11 +243,11 @@ def _hindmost(forwards: Sequence[Forward]) -> list[Forward]:
 
 
 def _few(forwards: Sequence[Forward]) -> list[Forward]:
-    """Return as many twins as there is memory for their results, which are whole logits."""
+    """Return as many pairs as there is memory for their results, which are whole logits."""
     found: list[Forward] = []
     room = _RESULT_BYTES
-    for twin in dict.fromkeys(forward.twin for forward in forwards):
-        pair = [forward for forward in forwards if forward.twin == twin]
+    for number in dict.fromkeys(forward.pair for forward in forwards):
+        pair = [forward for forward in forwards if forward.pair == number]
         room -= sum(forward.waiting.result_bytes for forward in pair)
         if found and room < 0:
             break

@@ -35,7 +35,7 @@ from surgeon.manifest.run_files import ADAPTER_WEIGHTS_FILE, name_of_kept
 from surgeon.rework.make_delta import Delta
 from surgeon.verification.claims import manifest_differences
 from surgeon.verification.static import Drawn
-from surgeon.writing.job import Job, Twin, index_of
+from surgeon.writing.job import Job, Mirrored, index_of
 from surgeon.writing.linked_shards import Moved
 from surgeon.writing.readback import ReadBack
 from surgeon.writing.write import check_output, execute
@@ -170,7 +170,7 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
         shards=(*shards, *beside),
         sources={"": base.source, _DELTA: delta.source},
         places=places,
-        twins=_twins(delta, base, shards, places),
+        mirrored=_mirrored(delta, base, shards, places),
         files=files,
         finish=finish,
         identity={"what": "apply delta", "base": base.identity(), "delta": delta.source.identity()},
@@ -264,17 +264,17 @@ def _from_base(delta: Delta, base: CheckpointFolder) -> dict[str, bytes]:
     return files
 
 
-def _twins(
+def _mirrored(
     delta: Delta, base: CheckpointFolder, shards: tuple[Shard, ...], places: Mapping[str, Pieces]
-) -> dict[str, Twin]:
+) -> dict[str, Mirrored]:
     """Map each shard whose tensors all come from one file to that file."""
-    twins: dict[str, Twin] = {}
+    mirrored: dict[str, Mirrored] = {}
     for shard in shards:
         files = {places[output.name].tensors[0] for output in shard.outputs}
         if len(files) == 1:
             source, _, file = files.pop().partition("/")
-            twins[shard.file] = Twin(source, file, (delta if source == _DELTA else base).headers[file])
-    return twins
+            mirrored[shard.file] = Mirrored(source, file, (delta if source == _DELTA else base).headers[file])
+    return mirrored
 
 
 def wrong_base(manifest: Manifest, name: str, shown: str) -> BadInput:

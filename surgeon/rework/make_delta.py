@@ -50,7 +50,7 @@ from surgeon.manifest.reading import checked, manifest_of, parse
 from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER, kept_name
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.rework.side_files import Beside, other_than_trained
-from surgeon.writing.job import Job, copied, in_order, places_in, twins_in
+from surgeon.writing.job import Job, copied, in_order, mirrored_in, places_in
 from surgeon.writing.readback import ReadBack
 from surgeon.writing.write import check_output, execute
 
@@ -296,7 +296,7 @@ def make_delta_of(
         shards=(*shards, *brought),
         sources={"": folder.source},
         places=places_in(folder.tensors, shards) | beside.places,
-        twins=twins_in(folder, shards),
+        mirrored=mirrored_in(folder, shards),
         files=files | {DELTA_FILE: index.to_bytes(), CARD_FILE: own_card},
         finish=finish,
         identity={"what": "delta", "out": folder.identity()},

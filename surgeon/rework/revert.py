@@ -29,7 +29,7 @@ from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import kept_tensors, with_kept
-from surgeon.writing.job import Job, manifest_and_card, model_files, places_in, twins_in
+from surgeon.writing.job import Job, manifest_and_card, mirrored_in, model_files, places_in
 from surgeon.writing.linked_shards import Moved as HowMoved
 from surgeon.writing.readback import ReadBack
 from surgeon.writing.write import check_output, execute
@@ -245,7 +245,7 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
         shards=shards,
         sources={"": out.source},
         places=places_in(out.tensors, shards),
-        twins=twins_in(out, shards),
+        mirrored=mirrored_in(out, shards),
         files=files,
         carried=out,
         carried_names=tuple(carried),

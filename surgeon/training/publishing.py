@@ -49,9 +49,9 @@ from surgeon.writing.job import (
     copied,
     in_order,
     manifest_and_card,
+    mirrored_in,
     model_files,
     places_in,
-    twins_in,
 )
 from surgeon.writing.readback import ReadBack
 
@@ -292,7 +292,7 @@ def publishing_job(
         shards=(*shards, *beside),
         sources={"": out.source, _TRAINED: made, **({_BEFORE: keep.source} if isinstance(keep, Before) else {})},
         places=places_in(out.tensors, shards) | places_of(trained, _TRAINED) | places,
-        twins=twins_in(out, shards),
+        mirrored=mirrored_in(out, shards),
         files=model_files(out.config, shards, _code_of(out, manifest)) | dict(added),
         carried=out,
         finish=finish,

@@ -40,7 +40,7 @@ class Computing:
     device: str
 
 
-class Twin(NamedTuple):
+class Mirrored(NamedTuple):
     """The file that a shard mirrors: a file of the named source, and its header."""
 
     source: str
@@ -63,8 +63,8 @@ class Job:
     copied unchanged. `finish` is called when every shard is written and read back and these files are written: it
     raises where the output must not be published, and returns the files that are known only then. `identity` is, as
     JSON data, what the output's bytes depend on besides shards and `files`: the checkpoints that are read, the plan.
-    `twins` are the files that shards mirror: a shard's data has the alignment of its twin. A shard that equals its twin
-    byte for byte is not written where that can be avoided: it shares its twin's blocks, or with `link` is its twin
+    `mirrored` are the files that shards mirror: a shard's data has the alignment of that file. A shard that equals that
+    file byte for byte is not written where that can be avoided: it shares the file's blocks, or with `link` is the file
     under a second name. For `recall`, the first source, digests may come from the last time that it was read.
     """
 
@@ -76,7 +76,7 @@ class Job:
     identity: Mapping[str, Any]
     carried: CheckpointFolder | None = None
     carried_names: tuple[str, ...] | None = None
-    twins: Mapping[str, Twin] = field(default_factory=dict)
+    mirrored: Mapping[str, Mirrored] = field(default_factory=dict)
     computing: Computing | None = None
     read_back: bool = True
     link: bool = False
@@ -85,9 +85,9 @@ class Job:
     look: Callable[[Path], None] | None = None
 
     @cached_property
-    def unchanged(self) -> Mapping[str, Twin]:
-        """Return the shards that equal their twins byte for byte, with these twins."""
-        return unchanged_among(self.shards, self.places, self.twins)
+    def unchanged(self) -> Mapping[str, Mirrored]:
+        """Return the shards that equal the files they mirror byte for byte, with these files."""
+        return unchanged_among(self.shards, self.places, self.mirrored)
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -148,20 +148,20 @@ def data_of(outputs: Iterable[Output], places: Mapping[str, Pieces]) -> Pieces:
     return stacked([places.get(output.name, Pieces(output.nbytes, ())) for output in outputs], before=1)
 
 
-def twins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Twin]:
-    """Return the shards' twins in `folder`, the first source."""
-    return {s.file: Twin("", s.twin, folder.headers[s.twin]) for s in shards if s.twin is not None}
+def mirrored_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Mirrored]:
+    """Return the files in `folder`, the first source, that the shards mirror."""
+    return {s.file: Mirrored("", s.mirrored, folder.headers[s.mirrored]) for s in shards if s.mirrored is not None}
 
 
 def unchanged_among(
-    shards: Iterable[Shard], places: Mapping[str, Pieces], twins: Mapping[str, Twin]
-) -> dict[str, Twin]:
-    """Return the shards that equal their twins byte for byte, with these twins."""
+    shards: Iterable[Shard], places: Mapping[str, Pieces], mirrored: Mapping[str, Mirrored]
+) -> dict[str, Mirrored]:
+    """Return the shards that equal the files they mirror byte for byte, with these files."""
     return {
-        shard.file: twin
+        shard.file: file
         for shard in shards
-        if (twin := twins.get(shard.file)) is not None
-        and is_unchanged(shard, data_of(shard.outputs, places), twin.place, twin.header)
+        if (file := mirrored.get(shard.file)) is not None
+        and is_unchanged(shard, data_of(shard.outputs, places), file.place, file.header)
     }
 
 

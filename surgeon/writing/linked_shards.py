@@ -25,7 +25,7 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.writing.finiteness import FiniteCheck
-from surgeon.writing.job import Job, Twin
+from surgeon.writing.job import Job, Mirrored
 from surgeon.writing.readback import ReadBack, Way
 
 # Beyond this many cores the disk or the memory is the limit.
@@ -66,11 +66,11 @@ def way_to(job: Job, out: Path) -> Way:
     """Return how unchanged shards get into `out`'s folder. Raises BadInput where linking is asked and impossible."""
     folder = working_folder(out).parent
     with OpenShards(job.sources) as shards:
-        for twin in job.unchanged.values():
+        for mirrored in job.unchanged.values():
             if not job.link:
                 # All lie in one folder, so the first stands for most; the others are tried one by one.
-                return "reflink" if can_clone(shards.opened(twin.place), folder) else "copy"
-            check_linkable(shards.opened(twin.place), _path(job, twin), folder)
+                return "reflink" if can_clone(shards.opened(mirrored.place), folder) else "copy"
+            check_linkable(shards.opened(mirrored.place), _path(job, mirrored), folder)
     return "link" if job.link else "copy"
 
 
@@ -79,10 +79,10 @@ def bytes_to_move(job: Job, out: Path) -> int:
     return job.bytes_to_write - (job.bytes_unchanged if way_to(job, out) != "copy" else 0)
 
 
-def _path(job: Job, twin: Twin) -> Path:
-    source = job.sources[twin.source]
+def _path(job: Job, mirrored: Mirrored) -> Path:
+    source = job.sources[mirrored.source]
     assert isinstance(source, LocalSource), source.shown
-    return source.place(twin.file)
+    return source.place(mirrored.file)
 
 
 class Unmoved:
@@ -103,37 +103,39 @@ class Unmoved:
 
         Raises BadInput where linking is asked and impossible, or the original changes meanwhile.
         """
-        twin = self._job.unchanged.get(shard.file)
-        if twin is None:
+        mirrored = self._job.unchanged.get(shard.file)
+        if mirrored is None:
             return False
         with OpenShards(self._job.sources) as shards:
-            source = shards.opened(twin.place)
+            source = shards.opened(mirrored.place)
             target.parent.mkdir(exist_ok=True)
             began, before = time.time_ns(), Stamp.of(os.fstat(source))
             if self._way == "copy" or (self._way == "reflink" and not _cloned(source, target)):
                 return False
-            found = self._proof.known(twin.place, twin.header)
+            found = self._proof.known(mirrored.place, mirrored.header)
             if found is None:
                 with stopwatch.stage("hash"):
-                    found = self._hashed(source, twin.header)
+                    found = self._hashed(source, mirrored.header)
             with stopwatch.stage(self._way):
                 if self._way == "link":
                     target.unlink(missing_ok=True)
-                    hard_link(source, _path(self._job, twin), target)
+                    hard_link(source, _path(self._job, mirrored), target)
                 after = Stamp.of(os.fstat(source))
                 if not after.same_content(before):
-                    raise BadInput(f"{printable(twin.file)}: changed meanwhile; start again when nothing writes to it")
+                    raise BadInput(
+                        f"{printable(mirrored.file)}: changed meanwhile; start again when nothing writes to it"
+                    )
                 self._proof.take(shard, found, self._way)
-            keep_digests(after, twin.header, found, since=began)
+            keep_digests(after, mirrored.header, found, since=began)
         return True
 
-    def _hashed(self, source: int, twin: Header) -> FileDigests:
+    def _hashed(self, source: int, mirrored: Header) -> FileDigests:
         def hashed(info: TensorInfo) -> tuple[str, bool]:
             look = FiniteCheck(info.dtype)
             return sha256_range(source, info.begin, info.end, look), look.finite
 
         # The largest first, so that no core is left with a large one at the end.
-        infos = sorted(twin.tensors, key=lambda info: -info.nbytes)
+        infos = sorted(mirrored.tensors, key=lambda info: -info.nbytes)
         found = dict(zip((info.name for info in infos), self._hashers.map(hashed, infos), strict=True))
         not_finite = tuple(name for name, (_, finite) in found.items() if not finite)
         return FileDigests({name: digest for name, (digest, _) in found.items()}, not_finite)

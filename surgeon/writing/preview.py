@@ -30,7 +30,7 @@ from surgeon.manifest.reading import manifest_of
 from surgeon.operations.prepare import Facts, OpenedBase, TextCounts
 from surgeon.plan.plan import LoadedPlan, draw, parse_plan, placed, prepare
 from surgeon.plan.shipped import load_named
-from surgeon.writing.job import places_in, twins_in, unchanged_among
+from surgeon.writing.job import mirrored_in, places_in, unchanged_among
 from surgeon.writing.proofs import NOTHING_TO_PROVE, Proof, promised, prove
 from surgeon.writing.shapes import check_shapes, check_taken, lost_divisors
 from surgeon.writing.surgery import Drawing, texts_of
@@ -147,7 +147,7 @@ class Preview:
                 "linked": self.bytes_unchanged if self.link else 0,
             },
             "peak_memory": self.peak_memory,
-            "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.twin is None} for s in self.shards],
+            "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.mirrored is None} for s in self.shards],
             "notes": list(self.notes),
             "texts": [text.model_dump() for text in self.measured],
             "figures": {str(number): each.figures() for number, each in self.facts.items() if each.figures()},
@@ -264,7 +264,7 @@ def _bytes_to_read(blueprint: Blueprint, base: OpenedBase) -> int:
 
 def _bytes_unchanged(shards: Iterable[Shard], folder: CheckpointFolder) -> int:
     """Return the bytes of the shards that equal the base's own, byte for byte."""
-    found = unchanged_among(shards, places_in(folder.tensors, shards), twins_in(folder, shards))
+    found = unchanged_among(shards, places_in(folder.tensors, shards), mirrored_in(folder, shards))
     return sum(shard.nbytes for shard in shards if shard.file in found)
 
 

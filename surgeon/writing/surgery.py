@@ -19,7 +19,7 @@ from surgeon.manifest.compose import BaseId, Written, base_entry, compose, surge
 from surgeon.manifest.manifest import ModelEntry
 from surgeon.operations.prepare import Facts, OpenedBase, SideFile, digest_of_file
 from surgeon.plan.plan import LoadedPlan
-from surgeon.writing.job import Computing, Job, beside_weights, manifest_and_card, model_files, places_in, twins_in
+from surgeon.writing.job import Computing, Job, beside_weights, manifest_and_card, mirrored_in, model_files, places_in
 from surgeon.writing.readback import ReadBack
 
 
@@ -76,7 +76,7 @@ def surgery_job(
         shards=shards,
         sources={"": base.source},
         places=places_in(base.tensors, shards),
-        twins=twins_in(base, shards),
+        mirrored=mirrored_in(base, shards),
         files=model_files(blueprint.config, shards, code) | {n: c for n, c in changed.items() if c is not None},
         carried=base,
         carried_names=tuple(name for name in base.side_files if name not in changed),

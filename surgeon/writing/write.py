@@ -252,22 +252,22 @@ class _Share:
         self._layers_done += sum(any(o.computed for o in layer) for layer in group_by_layer(outputs))
 
     def _header(self, shard: Shard) -> bytes:
-        """Return a shard's header; one that equals its twin gets the twin's bytes, so all ways give one file."""
-        twin = self.job.unchanged.get(shard.file)
-        if twin is None:
+        """Return a shard's header; that of the file it mirrors where both are equal, so all ways give one file."""
+        mirrored = self.job.unchanged.get(shard.file)
+        if mirrored is None:
             return header_of(shard, self._mirrored(shard))[0]
         with OpenShards(self.job.sources) as shards:
-            return header_bytes(shards.opened(twin.place), twin.header, file=twin.file)
+            return header_bytes(shards.opened(mirrored.place), mirrored.header, file=mirrored.file)
 
     def _places(self, shard: Shard) -> list[tuple[int, int]]:
         """Return where each tensor of a shard begins and ends in its file."""
-        if (twin := self.job.unchanged.get(shard.file)) is not None:
-            return [(info.begin, info.end) for info in twin.header.tensors]
+        if (mirrored := self.job.unchanged.get(shard.file)) is not None:
+            return [(info.begin, info.end) for info in mirrored.header.tensors]
         return header_of(shard, self._mirrored(shard))[1]
 
     def _mirrored(self, shard: Shard) -> Header | None:
-        twin = self.job.twins.get(shard.file)
-        return None if twin is None else twin.header
+        mirrored = self.job.mirrored.get(shard.file)
+        return None if mirrored is None else mirrored.header
 
 
 def _computed_layers(shards: Sequence[Shard]) -> int:

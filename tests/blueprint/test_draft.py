@@ -84,8 +84,8 @@ def test_whatever_is_inserted_the_base_stays(base: CheckpointFolder, gaps: list[
 def test_new_shards_are_cut_between_layers(base: CheckpointFolder, limit: int) -> None:
     drawn = blueprint(base, insert(0, 1, 2, 3, 4, 5))
     shards = lay_out(drawn.outputs, base.tensors, max_new_shard_bytes=limit)
-    assert [shard.twin for shard in shards if shard.twin] == list(base.shards)
-    new = [shard for shard in shards if shard.twin is None]
+    assert [shard.mirrored for shard in shards if shard.mirrored] == list(base.shards)
+    new = [shard for shard in shards if shard.mirrored is None]
     layers = [{output.name.split(".")[2] for output in shard.outputs} for shard in new]
     assert sum(len(held) for held in layers) == 6, "a layer lies in two shards"
     for shard, held in zip(new, layers, strict=True):
@@ -100,7 +100,7 @@ def test_new_shards_are_filled_before_another_begins(base: CheckpointFolder) -> 
     for fits in (1, 2, 3, 6):
         for limit in (fits * layer, (fits + 1) * layer - 1):
             shards = lay_out(drawn.outputs, base.tensors, max_new_shard_bytes=limit)
-            assert [shard.nbytes for shard in shards if shard.twin is None] == [fits * layer] * (6 // fits)
+            assert [shard.nbytes for shard in shards if shard.mirrored is None] == [fits * layer] * (6 // fits)
 
 
 def test_growth_without_end_is_refused(base: CheckpointFolder) -> None:

@@ -27,7 +27,7 @@ class Wanted:
         return self.key[0] == other.key[0]
 
 
-def forward(side: int, twin: int, *wanted: str, fails: str = "") -> Forward:
+def forward(side: int, pair: int, *wanted: str, fails: str = "") -> Forward:
     """It waits for each, in order, and raises where it has what it fails at."""
 
     def work() -> list[Any]:
@@ -37,9 +37,9 @@ def forward(side: int, twin: int, *wanted: str, fails: str = "") -> Forward:
             running.wait(Wanted(key, place))
             if key == fails:
                 raise ValueError(f"{side} {key}")
-        return [side, twin]
+        return [side, pair]
 
-    return Forward(work, side=side, twin=twin)
+    return Forward(work, side=side, pair=pair)
 
 
 def served(forwards: Sequence[Forward], multiply: Callable[[Any], None] | None = None) -> tuple[list[list[str]], Any]:
@@ -57,7 +57,7 @@ def served(forwards: Sequence[Forward], multiply: Callable[[Any], None] | None =
 
 
 def test_all_forwards_meet_at_a_matrix_and_both_models_where_it_may_be_the_same() -> None:
-    base = [forward(0, twin, "a", "b") for twin in (0, 1)]
+    base = [forward(0, pair, "a", "b") for pair in (0, 1)]
     # Its second layer is new, and one forward comes to it alone.
     out = [forward(1, 0, "a1", "new", "b1"), forward(1, 1, "a1", "b1")]
     groups, results = served([*base, *out])
@@ -68,8 +68,8 @@ def test_all_forwards_meet_at_a_matrix_and_both_models_where_it_may_be_the_same(
 @pytest.mark.parametrize("both", [True, False])
 def test_what_fails_is_raised_the_bases_first_and_no_thread_is_left(both: bool) -> None:
     before = threading.active_count()
-    base = [forward(0, twin, "a", "b", fails="b" if both else "") for twin in (0, 1)]
-    out = [forward(1, twin, "a", "c", "d", fails="a") for twin in (0, 1)]
+    base = [forward(0, pair, "a", "b", fails="b" if both else "") for pair in (0, 1)]
+    out = [forward(1, pair, "a", "c", "d", fails="a") for pair in (0, 1)]
     with pytest.raises(ValueError, match="0 b" if both else "1 a"):
         served([*base, *out])
     assert threading.active_count() == before

@@ -18,7 +18,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.piece_bytes import places_of
 from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput
-from surgeon.writing.job import Job, copied, in_order, model_files, places_in, twins_in, unchanged_among
+from surgeon.writing.job import Job, copied, in_order, mirrored_in, model_files, places_in, unchanged_among
 from surgeon.writing.readback import ReadBack
 from surgeon.writing.write import execute
 from tests import tiny
@@ -126,7 +126,7 @@ def test_a_shard_is_its_twin_where_its_data_is_all_of_that_file_in_its_order(
         Shard(file, tuple(copied(i.name, i) for i in infos), file) for file, infos in in_order(first).items()
     )
     file = first.tensors[NORM].file
-    own, twins = places_in(first.tensors, shards), twins_in(first, shards)
+    own, mirrored = places_in(first.tensors, shards), mirrored_in(first, shards)
     same = [n for n, i in first.tensors.items() if (i.file, i.shape) == (file, first.tensors[NORM].shape)]
     assert len(same) > 1
     others = {
@@ -134,11 +134,11 @@ def test_a_shard_is_its_twin_where_its_data_is_all_of_that_file_in_its_order(
         "two in each other's places": own | {same[0]: own[same[1]], same[1]: own[same[0]]},
         "one that is made": {name: place for name, place in own.items() if name != NORM},
     }
-    assert unchanged_among(shards, own, twins) == twins
+    assert unchanged_among(shards, own, mirrored) == mirrored
     for words, places in others.items():
-        assert unchanged_among(shards, places, twins).keys() == twins.keys() - {file}, words
+        assert unchanged_among(shards, places, mirrored).keys() == mirrored.keys() - {file}, words
     everywhere = places_of(second.tensors, "second")
-    assert not unchanged_among(shards, everywhere, twins)
+    assert not unchanged_among(shards, everywhere, mirrored)
 
 
 def test_another_job_has_another_fingerprint(both: tuple[CheckpointFolder, CheckpointFolder]) -> None:
