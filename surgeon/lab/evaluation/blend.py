@@ -1,4 +1,4 @@
-"""`surgeon blend`: a run and its base interpolated, and measured on text."""
+"""`surgeon blend`: interpolate a run and its base, and measure the result on text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surgeon.lab.evaluation.results import Evaluation, SourceScores
 
 @dataclass(frozen=True)
 class Blended:
-    """A blend, and base, run and blend on the text that was given; None: none was."""
+    """A blend, and the scores of base, run and blend on the given text (None: no text was given)."""
 
     written: Blend
     measured: Evaluation[SourceScores] | None
@@ -75,7 +75,7 @@ def blend(
 
 
 def blended_view(blended: Blended) -> RenderableType:
-    """What was blended, and what it does on the text that was given."""
+    """Return a text for the terminal: what was blended, and the scores on the given text."""
     written = blended.written
     shares = f"{written.alpha:g}"
     if written.alpha_top != written.alpha:

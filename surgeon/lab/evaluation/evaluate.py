@@ -1,4 +1,4 @@
-"""`surgeon evaluate`: compare models on the same held-out text, and by their answers to the same prompts."""
+"""`surgeon evaluate`: compare models by scores on the same held-out text, and by answers to the same prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.lab.evaluation.open_texts import open_texts
 from surgeon.lab.evaluation.results import Cell, Evaluation, LabelScores, SourceScores
 
-# A model as `evaluate` takes it.
+# A model that `evaluate` accepts.
 Model: TypeAlias = str | Path | Checkpoint
 
 
@@ -167,7 +167,7 @@ def _rows(models: Model | Sequence[Model], base: Model | None) -> list[Model]:
 
 
 def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
-    """Scores with intervals and differences to the first model, by source; then each model's answers, by prompt."""
+    """Return tables for the terminal: scores and differences from the first model by source, then answers by prompt."""
     parts: list[RenderableType] = []
     if evaluation.length is not None:
         parts += _scores(evaluation, evaluation.length)
@@ -181,19 +181,19 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
 
 
 def _answer(answer: Answer) -> Text:
-    """An answer's lines; marked where it was cut off, or has no words."""
+    """Return the text of an answer, marked where it was cut off or has no words."""
     words = answer.text.strip()
     text = Text(_lines(words)) if words else Text("(no words)", style="dim")
     return text if answer.ended else text.append(" …", style="dim")
 
 
 def _lines(text: str) -> str:
-    """Text of a model or a user with all that is invisible but the ends of lines escaped."""
+    """Return text of a model or a user with invisible characters escaped, except the ends of lines."""
     return "\n".join(printable(line, sys.maxsize) for line in text.split("\n"))
 
 
 def _scores(evaluation: Evaluation[Any], length: int) -> list[RenderableType]:
-    """One row for each source and model."""
+    """Return a table with one row for each source and model, and its notes."""
     cells: Sequence[Cell] = evaluation.models[0].sources
     compared = len(evaluation.models) > 1
     table = FittedTable("source", "model", names=2)
