@@ -346,7 +346,7 @@ class _Course:
         return [found.st_ino, found.st_dev] == self.state.published
 
     def publish(self) -> None:
-        """Rename the last task's run to RUN, with its record. Raises BadInput where RUN exists meanwhile."""
+        """Rename the last task's run to RUN, with its record. Raises BadInput where RUN was created in the meantime."""
         last = self.run_of(len(self.config.tasks) - 1)
         add_record(last, self.request.continued(self.state).text())
         found = last.stat()
@@ -361,7 +361,7 @@ class _Course:
         sync(self.request.target.parent)
 
     def clean_up(self, folder: WorkFolder) -> Path | None:
-        """Remove the work folder; with `keep`, move the earlier runs to the kept folder before, and return that."""
+        """Remove the work folder. With `keep`, first move the earlier runs to the kept folder, which is returned."""
         runs = [self.run_of(number) for number in range(len(self.config.tasks) - 1)]
         kept = kept_folder(self.request.target)
         if self.request.keep and any(run.exists() for run in runs):

@@ -97,7 +97,7 @@ class Continued:
 
         Keys:
             `path`, `kept`, `resumed_after`: of this call, and not in `continual.json`: the run; with `--keep` the
-                earlier tasks' models; the tasks that were done before
+                earlier tasks' models; how many tasks were complete before this call
             `surgeon_continual`, `base`, `tasks`, `general`: version of the format; the base; names of the tasks in
                 order, and of general sources
             `performance`, `base_accuracy`: the measure, in words; the base's, by task and general source

@@ -52,15 +52,15 @@ def blend(
     """Blend `run` with its base as `write_blend` does, and measure base, run and blend on text.
 
     Args:
-        run: as `write_blend` takes it.
-        dest: as `write_blend` takes it.
-        base: as `write_blend` takes it.
-        alpha: as `write_blend` takes it.
-        alpha_top: as `write_blend` takes it.
-        data: texts as of `evaluate`; None: nothing is measured.
-        link: as `write_blend` takes it.
+        run: the folder that `train` wrote.
+        dest: the new folder.
+        base: the folder of the model that the run's last surgery, or training, began with.
+        alpha: the run's share; 1: the run, 0: the base.
+        alpha_top: the run's share in the highest layer; None: `alpha`.
+        data: texts as for `evaluate`; None: nothing is measured.
+        link: hard-link shards of the run in which nothing changes.
         trust_remote_code: run the code that the models bring.
-        device: where they are measured.
+        device: where the models are measured.
         listener: receives progress.
 
     Raises:

@@ -79,20 +79,20 @@ def evaluate(
 
     With `labels` the texts have labels and the models are classifiers: accuracy, F1 and Matthews' correlation. The
     models are compared with the first, document by document. A prompt is a user's turn where a model has a chat
-    template, else a text to go on with; answers are greedy.
+    template, else a text to continue; answers are decoded greedily.
 
     Args:
         models: A folder, `user/name[@revision]` on the Hub, an opened checkpoint, or several of them.
         data: Text files or folders (`NAME=FILE` gives a name), a data file, a training config (its held-out text),
-            files by name, or texts that `open_texts` opened; None: prompts alone.
+            files by name, or texts that `open_texts` opened; None: only prompts.
         base: A model for the first row.
         prompts: What each model answers.
         answer_tokens: The most tokens of an answer.
         sources: The sources to take, by name; None: all.
         length: Tokens in a window; None: the smallest context, at most 2048.
         batch: How many windows are run at a time.
-        most: How many documents are taken of each source at most; 0: all.
-        kl: Whether KL(first ‖ model) is measured too, which takes two models in memory.
+        most: The largest number of documents of each source; 0: all.
+        kl: Whether KL(first ‖ model) is measured too, which needs two models in memory.
         labels: Whether the texts have labels.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
@@ -159,7 +159,7 @@ def _check_given(prompts: Sequence[str], data: bool, sources: Sequence[str], lab
 
 
 def _rows(models: Model | Sequence[Model], base: Model | None) -> list[Model]:
-    """Return the models in the order of their rows, the base first. Raises BadInput where there is none but a base."""
+    """Return the models in the order of their rows, the base first. Raises BadInput where `models` is empty."""
     given = [models] if isinstance(models, Model) else list(models)
     if not given:
         raise BadInput("no model to evaluate: give a folder or a Hub id")

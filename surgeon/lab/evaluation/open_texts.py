@@ -1,6 +1,6 @@
 """The texts to evaluate on: files named on the command line, a data file, or the held-out text of a training config.
 
-All sources are opened and read through once before any model is loaded.
+All sources are opened and read to their end before any model is loaded.
 """
 
 from __future__ import annotations

@@ -191,11 +191,11 @@ class ModelScores(Generic[CellT]):
 
 @dataclass(frozen=True)
 class Evaluation(Generic[CellT]):
-    """The scores of several models on the same held-out text, and their answers to the same prompts; both may be empty.
+    """The scores of several models on the same held-out text, and their answers to the same prompts.
 
-    All models are compared with the first. Cells are `SourceScores`, or `LabelScores` for labelled texts. `length` is
-    the largest number of tokens in a window or a labelled text (None: no text); `notes` contains lines that explain the
-    numbers.
+    Texts or prompts may be absent. All models are compared with the first. Cells are `SourceScores`, or `LabelScores`
+    for labelled texts. `length` is the largest number of tokens in a window or a labelled text (None: no text); `notes`
+    contains lines that explain the numbers.
     """
 
     models: tuple[ModelScores[CellT], ...]

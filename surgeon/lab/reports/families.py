@@ -87,7 +87,7 @@ class KindOfLayer:
 
 @dataclass(frozen=True)
 class KnownBase:
-    """What is known about one base, and by which `evidence`; its kinds of layers repeat after `period` layers."""
+    """What is known about one base, with the `evidence` for it; kinds of layers repeat after `period` layers."""
 
     base: str
     model_type: str
@@ -122,7 +122,7 @@ def families(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Families | KnownBase:
-    """Return what is known of all model types, or what is known or derived of `base` (a folder, or a Hub id).
+    """Return what is known about all model types, or about one base (a folder, or a Hub id).
 
     Only headers and config are read. Raises BadInput for a base that cannot be read, or about which nothing can be
     derived.

@@ -90,9 +90,9 @@ class Findings:
 class Sources:
     """The inputs of a report besides the output: the base, the texts for models, and files to read.
 
-    With `base` the static proof runs; with `logits` the models run for it too. `texts` are by their domains' names.
-    `routing` is a record that replaces texts, `log` is a file of losses, `maps` lists names of transport maps.
-    `windows` sequences of `window` tokens are taken from each text.
+    With `base` the static proof runs; with `logits` it also compares the models' logits. `texts` maps names of domains
+    to texts. `routing` is a record that replaces texts, `log` is a file of losses, `maps` lists names of transport
+    maps. `windows` sequences of `window` tokens are taken from each text.
     """
 
     base: str | Path | None

@@ -132,7 +132,7 @@ def _numbers(tensors: Mapping[str, TensorInfo] | Mapping[str, StoredTensor]) -> 
 
 
 def wider_ends(folder: CheckpointFolder, history: History, anatomy: Anatomy) -> tuple[WiderEnd, ...]:
-    """Return the matrices outside the layers, such as embeddings and output head, that outgrew the first base's."""
+    """Return embeddings, output head and similar matrices that are larger than in the first base."""
     first = history.lineage.surgeries[0].base.tensors
     grown = [
         (name, (was.shape[0], was.shape[1]), (info.shape[0], info.shape[1]))

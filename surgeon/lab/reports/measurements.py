@@ -130,9 +130,9 @@ def sentences() -> tuple[str, ...]:
 
 
 def branch_alignment(folder: CheckpointFolder, device: str, listener: Listener) -> Probing:
-    """Run the probe sentences through the checkpoint and compare the branches of its control blocks.
+    """Run the probe sentences through the checkpoint, and compare the branches of its control blocks.
 
-    Control LLM, appendix B, Figures 3 and 8. Raises BadInput where the checkpoint cannot be loaded.
+    Source: Control LLM, appendix B, Figures 3 and 8. Raises BadInput where the checkpoint cannot be loaded.
     """
     probes = sentences()
     tokenizer, why_not = open_tokenizer(folder.path)

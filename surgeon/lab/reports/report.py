@@ -34,7 +34,7 @@ class Reported:
             `html`: the page that was written, or null
             `name`, `model_type`, `dtypes`, `promise`, `budget`, `layers`, `ends`, `notes`: the output
             `verification`, `routing`: as of `verify` and `routing_report`, or null
-            `losses`: where nothing chooses, by `text` and `model` (base, output), scores as of `evaluate`
+            `losses`: without routers and gates: by `text` and `model` (base, output), scores as of `evaluate`
             `maps`, `heat_maps`, `spectra`, `probing`, `runs`, `curves`: the numbers behind the figures
         """
         return {"html": None if self.html is None else str(self.html), **self.findings.to_json()}
@@ -109,7 +109,7 @@ def _check(sources: Sources, page: Path | None) -> None:
 
 
 def check_place(html: Path) -> None:
-    """Raise BadInput, before any work, where the page cannot be written there."""
+    """Raise BadInput, before any work, where the page cannot be written to `html`."""
     check_new_name(html)
     shown = printable(str(html))
     if html.is_dir():

@@ -35,7 +35,10 @@ _MOST_NAMED = 8
 
 
 def _check_record_place(to: Path) -> None:
-    """Raise BadInput, before any work, where the record would replace a file that is not an earlier record."""
+    """Raise BadInput, before any work, where the record cannot be written to `to`.
+
+    A file there may be replaced only if it is an earlier record.
+    """
     check_new_name(to)
     shown = printable(str(to))
     if not to.absolute().parent.is_dir():

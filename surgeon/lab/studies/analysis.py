@@ -50,7 +50,7 @@ def find(
     records: Mapping[Run, Record],
     names: tuple[list[str], list[str]],
 ) -> Findings:
-    """Return the results of a study; `start` is the base's record, `names` lists the new and the original texts."""
+    """Return the results of a study; `start` is the base's record, `names` are those of new and original texts."""
     study = loaded.config
     by_byte = _other_tokens(start, records)
     choosing, reported = parted(study, start)
@@ -127,7 +127,7 @@ def _over_documents(
     reported: Documents | None,
     again: Callable[[Documents], list[Remedied]],
 ) -> list[Remedied]:
-    """Return the remedies with bootstrap intervals over documents (Efron 1979), with fixed seeds and fixed runs.
+    """Return the remedies with bootstrap intervals over documents (Efron 1979); seeds and runs stay fixed.
 
     Documents of each text are drawn with replacement, and `again` computes the differences on each draw.
     """
@@ -162,7 +162,7 @@ def _other_tokens(start: Record, records: Mapping[Run, Record]) -> bool:
 
 
 def _nat(start: Record, names: tuple[list[str], list[str]]) -> float:
-    """Return the factor from nats a token to bits a byte on the base's texts."""
+    """Return how many bits a byte equal one nat a token, for the base on the study's texts."""
     bits, nats = (math.fsum(losses_of(start, names, by_byte=by_byte)) for by_byte in (True, False))
     return bits / nats
 
@@ -184,10 +184,10 @@ def judge(
 
 
 def _limits(rows: Sequence[Row], corner: Pair, nat: float) -> Pair:
-    """Return how much of the new and of the original loss two frontiers must both cover for a verdict.
+    """Return the smallest common ranges, of new and of original loss, on which two frontiers get a verdict.
 
-    Each limit is a share of what full fine-tuning covers on that axis (of what all rows cover, where there is no full
-    fine-tuning), but at least a fixed minimum in nats a token, which `nat` converts to the unit.
+    Each is a share of the range that full fine-tuning covers on that axis (that all rows cover, where there is no full
+    fine-tuning), but at least a fixed number of nats a token, which `nat` converts to the unit.
     """
     full = [row for row in rows if row.kind == "full"] or list(rows)
     points = [point for row in full for frontier in _frontiers(row) for point in frontier]
@@ -225,7 +225,7 @@ def _beaten(row: Row, other: Row) -> int:
 
 
 def _level(rows: Sequence[Row], corner: Pair) -> float | None:
-    """Return the lowest new loss that every row reaches, apart from rows that hardly learn; areas begin there.
+    """Return the lowest new loss that all rows reach, without the rows that hardly learn; areas begin there.
 
     Below it, areas of different rows would cover different losses. None where no row learned anything.
     """
@@ -290,7 +290,7 @@ def _pairs(one: Row, other: Row) -> list[tuple[list[Pair], list[Pair]]]:
 
 
 def between(one: Row, other: Row, limits: Pair, *, on: str = "forgets") -> Apart:
-    """Return the difference of two rows' frontiers over seeds.
+    """Return the difference of two rows' frontiers, computed for each seed that both rows have.
 
     With `on` "forgets" it is the difference in original loss at equal new loss; with "learns" it is the difference in
     new loss at equal original loss.

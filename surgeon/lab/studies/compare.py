@@ -62,7 +62,7 @@ class Compared:
         return self.path / PAGE_FILE
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`: `results.json`, with what depends on this call.
+        """Return plain data for `--json`: the content of `results.json`, and facts about this call.
 
         Keys:
             `path`, `page`, `made`, `seconds`: of this call, and not in `results.json`: the folder; the page; new runs;
@@ -153,7 +153,7 @@ def _check_options(device: str, jobs: int | None, minutes: float | None) -> None
 
 
 def _fitted(loaded: LoadedStudy, base: Checkpoint, target: Path, *, trust_remote_code: bool) -> LoadedStudy:
-    """Return the study with settings that its file leaves out chosen for the base.
+    """Return the study with the settings chosen that its file leaves open because they depend on the base.
 
     Raises BadInput where the base, the folder of results or a method's plan does not allow the study.
     """
@@ -219,7 +219,10 @@ def _check_base(base: Checkpoint, loaded: LoadedStudy) -> None:
 
 
 def _check_place(target: Path, base: Checkpoint) -> None:
-    """Raise BadInput where `target` is a file, overlaps the base's folder, or contains files of something else."""
+    """Raise BadInput where results cannot be written to `target`.
+
+    It must not be a file, overlap the base's folder, or contain files that belong to no study; its parent must exist.
+    """
     shown = printable(str(target))
     if target.exists() and not target.is_dir():
         raise BadInput(f"{shown}: a file; RESULTS is a folder, give another name")
@@ -283,7 +286,7 @@ _CAPTION = "held-out loss, {unit}; each row's run with the smallest sum of both;
 def compared_view(compared: Compared) -> RenderableType:
     """Return the study's results for the terminal.
 
-    They are: what full fine-tuning beats, a row for each frontier, remedies, claims, notes, the advice, and the missing
+    These are: what full fine-tuning beats, a row for each frontier, remedies, claims, notes, the advice, and missing
     runs.
     """
     found = compared.findings

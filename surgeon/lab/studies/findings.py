@@ -186,20 +186,21 @@ class Findings:
             `texts`, `start`: names of the texts, and the base's mean losses, each `new` and `original`
             `rows`: each method with each remedy: `method`, `remedy`, `label`, `kind`, `trained`, `open_end`, `blended`
                 (runs of another row and their blends); `points` (`rate`, `seed`, `new`, `original`, `diverged`; where
-                measured, `share` of the run in a blend, `kl` of base and run on new text, losses `chosen` by);
-                `frontiers` by seed; `best` (`rate`, `share`, `new`, `original`, `kl`:
+                measured, `share` of the run in a blend, `kl` of base and run on new text, `chosen`, the losses by which
+                runs are chosen); `frontiers` by seed; `best` (`rate`, `share`, `new`, `original`, `kl`: the point with
                 the smallest sum); `against_full` and `area`, each `mean`, `half` (null: fewer than three seeds),
-                `seeds`; `shared`, the new losses that it and full fine-tuning reach; `width` of these, seeds in the
-                mean; `verdict` (that it forgets less than full fine-tuning); `beaten`, the runs that full fine-tuning
-                beats on both axes
+                `seeds`; `shared`, the range of new losses that this row and full fine-tuning both reach; `width` of
+                that range, averaged over seeds; `verdict` on the claim that this row forgets less than full
+                fine-tuning; `beaten`, how many runs full fine-tuning beats on both axes
             `remedies`: each method with a second remedy: `method`, `with`, `beside`, `forgets` (both: original loss
                 above the base's at equal new loss), `share`, `apart` and `reach` (difference of the lowest new losses),
-                each as `against_full`; `width` of the new losses that both reach; `verdict` (that the first forgets
-                less); `documents`, the ends of the difference's 95 % interval over documents (null: not kept)
+                each as `against_full`; `width` of the range of new losses that both reach; `verdict` on the claim that
+                the first forgets less; `documents`, the ends of the difference's 95 % interval over documents (null:
+                not kept)
             `claims`: each with `says`, `better`, `worse`, `on`, `paper`, `remedy`, `difference` (as `against_full`),
-                `width` of what both reach of the other axis, `verdict`
+                `width` of the range that both reach on the other axis, `verdict`
             `first`, `advice`: what full fine-tuning beats (or empty); the sentence of advice
-            `missing`, `notes`: runs still to be made, a line for each row; lines for the reader
+            `missing`, `notes`: runs still to be made, a line for each row and seed; lines for the reader
         """
         return {
             "surgeon_study": 1,
@@ -233,9 +234,10 @@ class Findings:
 
 
 def first_sentence(rows: Sequence[Row]) -> str:
-    """Return sentences on what full fine-tuning beats, which are shown first; empty where it does not win.
+    """Return sentences on what full fine-tuning beats, which are shown before all other results.
 
-    The number of runs that it beats on both axes is meaningful even where frontiers have no range in common.
+    They are empty where full fine-tuning beats fewer than half of the runs and forgets less than no other row. The
+    number of beaten runs is meaningful even where frontiers have no range in common.
     """
     others = [row for row in rows if row.against is not None and row.best is not None and not row.blended]
     runs, beaten = sum(len(row.points) for row in others), sum(row.beaten for row in others)
@@ -286,7 +288,7 @@ def _sum(point: Point | None) -> float:
 
 
 def _beside(row: Row, point: Point, ranked: Sequence[Row]) -> str:
-    """Return what full fine-tuning with the same remedy reaches; for full fine-tuning, what the best other row does."""
+    """Return what full fine-tuning with the same remedy reaches; for full fine-tuning, what the best other row is."""
     peers = [each for each in ranked if each.remedy == row.remedy]
     if row.kind == "full":
         other = next((each for each in peers if each.kind != "full"), None)

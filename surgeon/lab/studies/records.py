@@ -178,7 +178,7 @@ def _parse(measured: dict[str, Any]) -> Measured:
 class Records:
     """The records of a study, in the parent folder of its work folder `work`.
 
-    With `take_over` records that were not written on this machine by this user count too; a note reports it.
+    With `take_over`, records that this user did not write here count too; a note reports them.
     """
 
     work: Path
@@ -240,7 +240,8 @@ class Records:
     def get(self, key: str, fingerprint: str) -> Record | None:
         """Return the record of a run; None where the run is not finished.
 
-        Raises BadInput where the stored run of this name has another fingerprint.
+        Raises BadInput where the record has another fingerprint, is damaged, or, without `take_over`, was not written
+        here by this user.
         """
         if key in self.found or key not in self.entries:
             return self.found.get(key)

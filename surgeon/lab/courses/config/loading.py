@@ -77,7 +77,7 @@ def load_tasks(
         row: the only row to load.
 
     Returns:
-        The loaded tasks by the row's name; for a file without rows, by an empty name.
+        the loaded tasks by the row's name; for a file without rows, by an empty name.
 
     Raises:
         BadInput: with file and line, for all mistakes of the first row that has any.

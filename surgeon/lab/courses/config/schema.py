@@ -47,7 +47,7 @@ class ExpertSettings(Entry):
 
 
 class TaskSource(UnlabelledSpec):
-    """One source of text of a task."""
+    """One source of a task's text."""
 
     path: Annotated[str, Field(description=_PATH)] = ""
     name: Annotated[

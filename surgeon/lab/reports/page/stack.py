@@ -50,7 +50,7 @@ def stack_figure(history: History, ends: Sequence[WiderEnd] = ()) -> Markup:
 
 
 def drawn_stack(history: History, ends: Sequence[WiderEnd] = (), *, width: float) -> Drawn:
-    """Draw the stack, `width` units wide."""
+    """Return the stack drawn `width` units wide."""
     layers = history.layers
     rows = max(len(layers), history.base_layers)
     below, above = [end for end in ends if end.below], [end for end in ends if not end.below]

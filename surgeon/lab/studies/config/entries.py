@@ -58,7 +58,7 @@ class StudyText(UnlabelledSpec):
 
 
 class ReplaySpec(Entry):
-    """Text of what the base knows, mixed into training."""
+    """Replay: text that the base knows, mixed into training."""
 
     source: Annotated[
         Literal["text", "recall"],
@@ -100,7 +100,7 @@ Rates = Annotated[list[float], Field(min_length=1, max_length=40), AfterValidato
 
 
 class Remedy(Entry):
-    """A remedy against forgetting. Every method runs with every remedy."""
+    """A remedy against forgetting. A method runs with every remedy, or with those that its `remedies` names."""
 
     name: Annotated[str, Field(pattern=_NAME, description="name in results")]
     replay: Annotated[ReplaySpec | None, Field(description="text mixed into training; default: none")] = None

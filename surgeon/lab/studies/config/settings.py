@@ -119,10 +119,10 @@ def sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, 
 
 
 def _sources_of_run(loaded: LoadedStudy, method: MethodSpec, remedy: Remedy, memory: str) -> list[dict[str, Any]]:
-    """Return the sources of a run; with a domain gate or `fisher`, only new and replayed text.
+    """Return the sources of a run: all of `sources`; with a domain gate or `fisher`, only new and replayed text.
 
     A domain gate and `fisher` read every original source of a config, so text that is only measured must not be a
-    source.
+    source. Raises BadInput where a domain gate has no original source.
     """
     found, gated = sources(loaded, remedy, memory), method.called in loaded.gated
     if not gated and not remedy.fisher:
