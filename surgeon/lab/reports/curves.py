@@ -44,7 +44,7 @@ class GateActivity:
 
     @classmethod
     def of(cls, figures: Mapping[str, Any] | None) -> GateActivity | None:
-        """Return the valid shares in a manifest's figures; None where the figures contain none of a gate."""
+        """Return a manifest's figures of a gate as shares; None where a role has no valid share over all tokens."""
         if figures is None:
             return None
         lengths = figures.get("by_length")

@@ -273,7 +273,10 @@ def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder
 
 
 def _facts(operation: Operation, base: OpenedBase) -> Facts | None:
-    """Return the facts that an operation needs about a base; None where they need weights that are not local."""
+    """Return the facts that an operation needs about a base.
+
+    None where they need weights that are not local, and for an encoder where the operation is only for decoders.
+    """
     if base.anatomy.family.encoder and not operation.on_encoders:
         return None
     try:

@@ -23,7 +23,7 @@ _MOST_SOURCES = 100
 
 
 class ExpertSettings(Entry):
-    """Settings of `pmoe_experts`. Keys that are left out have the defaults of that operation."""
+    """Settings of `pmoe_experts`. Keys that are left out have that operation's defaults."""
 
     rank: Annotated[int | None, Field(ge=1, le=2**16, description="rank of every LoRA")] = None
     alpha: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="LoRA's α; default: the rank")] = None

@@ -70,7 +70,7 @@ class ReplaySpec(Entry):
 
 
 def _fair(rates: list[float]) -> list[float]:
-    """Return the rates. Raises ValueError for rates that do not give a fair frontier."""
+    """Return the rates. Raises ValueError for rates that are repeated, out of range, or too close or too far apart."""
     ordered = sorted(rates)
     if len(set(rates)) < len(rates):
         raise ValueError("a rate is given twice; give each once")
