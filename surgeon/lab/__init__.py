@@ -1,1 +1,1 @@
-"""The laboratory: what measures, compares and shows, built on the names that `surgeon` offers."""
+"""The laboratory: evaluation, studies, continual runs, reports and the demonstration, built on the rest of surgeon."""

@@ -1,1 +1,1 @@
-"""Continual runs: tasks one after the other, each with a surgery and a training of its own (PMoE)."""
+"""Continual runs: tasks one after another, each with its own surgery and training (PMoE)."""

@@ -1,4 +1,4 @@
-"""`surgeon continual`: tasks one after the other, each with a surgery, a training and a measurement of all so far."""
+"""`surgeon continual`: learn tasks in order, each with a surgery, a training, and a measurement of all tasks so far."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from surgeon.lab.courses.results import continued_view as continued_view
 if TYPE_CHECKING:
     from surgeon.lab.courses.course import Request
 
-# What `add_record` calls the file of measurements in a run.
+# The name that `add_record` gives to the file of measurements in a run.
 RECORD_FILE = "continual.json"
 _LARGEST_RECORD = 100_000_000
 
@@ -43,33 +43,34 @@ def continual(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Continued | ContinuedRows:
-    """Learn tasks one by one, and publish the model after the last as the folder `run`.
+    """Learn tasks one after another, and publish the model after the last task as the folder `run`.
 
-    For each task: a surgery (PMoE: a slot), a training of what is new on the task's text and a little of the earlier
-    ones', and a measurement of all tasks so far. `run` is a complete checkpoint with the measurements in
-    `continual.json`, absent or complete at any moment; the same call continues what was cut off, between tasks and
-    within one. Each row of a file with `rows` is such a run by itself, in the folder `run`/ROW; complete rows stay.
+    For each task: a surgery (PMoE: add a slot), a training of the new tensors on the task's text and a little of the
+    earlier tasks' text, and a measurement of all tasks so far. `run` is a complete checkpoint with the measurements in
+    `continual.json`; at any moment it is absent or complete. The same call continues an interrupted one, between tasks
+    and within a task. For a file with `rows`, each row is a run of its own in the folder `run`/ROW; complete rows are
+    kept.
 
     Args:
         tasks: The tasks file, or the name of a shipped one.
         base: The base checkpoint: a folder or a Hub id.
         run: The folder of the model after the last task, or of the rows' runs.
         overrides: Values that replace the file's and its rows': `train.steps=10`.
-        texts: Files by the names of sources, which take the place of the `path` of those.
+        texts: Files by the names of sources; each replaces the `path` of its source.
         row: The only row to run.
         revision: Branch, tag or commit of a Hub id.
         keep: Whether the earlier tasks' runs are kept, in `run`-tasks.
-        take_over: Whether to continue what this user did not begin in this place.
+        take_over: Whether to continue a run that this user did not begin in this place.
         device: auto, cpu or cuda.
         trust_remote_code: Whether the base's own code may run.
         listener: Receives progress and notes.
 
     Returns:
-        Performance on every task after every task, and what the paper makes of it; of a file with rows, by row.
+        Performance on every task after every task, and the paper's metrics; for a file with rows, by row.
 
     Raises:
-        BadInput: The tasks file, its texts or the base are not as they must be, or changed since the run began; also
-            what `apply` and `train` raise.
+        BadInput: The tasks file, its texts or the base are not valid, or changed since the run began; also the errors
+            of `apply` and `train`.
     """
     devices.check(device)
     if Ranks.of_environment().size > 1:
@@ -82,10 +83,10 @@ def continual(
     from surgeon.lab.courses.course import Request, Shared
 
     listener, shared = listener or Quiet(), Shared()
-    # All of them before the first one begins.
+    # Check all rows before the first one begins.
     requests = {}
     for name, loaded in rows.items():
-        # A course of many hours is of the commit that is read here, whatever becomes of a branch.
+        # All tasks use the commit that is read here, even if the branch moves during a long run.
         plans, opened = _checked(loaded, base, revision, trust_remote_code=trust_remote_code)
         chosen = devices.resolve(device)
         requests[name] = Request(
@@ -102,7 +103,7 @@ def continual(
 
 
 def _check_room(folder: Path) -> None:
-    """Refuse a place where rows' runs cannot lie. Raises BadInput."""
+    """Raise BadInput where the runs of rows cannot be written into `folder`."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder / "config.json").exists():
         raise BadInput(f"{printable(str(folder))}: exists, and holds no rows' runs; choose another folder")
     if not folder.absolute().parent.is_dir():
@@ -110,7 +111,7 @@ def _check_room(folder: Path) -> None:
 
 
 def _carried_out(request: Request) -> Continued:
-    """Carry out what is left of a run. Raises BadInput, and what `apply` and `train` raise."""
+    """Make the rest of a run, and return its results. Raises BadInput, and the errors of `apply` and `train`."""
     from surgeon.lab.courses.course import run_course
 
     with writing(request.target, kept="what is complete is kept: the same command continues"):
@@ -118,7 +119,10 @@ def _carried_out(request: Request) -> Continued:
 
 
 def _complete(request: Request) -> Continued | None:
-    """What a row that an earlier call completed was; None where there is none. Raises BadInput for another run's."""
+    """Return the results of a row that an earlier call completed; None where it is not complete.
+
+    Raises BadInput where the folder has the results of another run.
+    """
     from surgeon.lab.courses.course import State, is_under_way
 
     file = request.target / RECORD_FILE
@@ -128,7 +132,7 @@ def _complete(request: Request) -> Continued | None:
         record = json.loads(read_given(file, what="record", most=_LARGEST_RECORD))
         rows = measured_rows(record["measured"])
         found = request.continued(State(record["fingerprint"], rows, record["trainings"]))
-        # A record that lacks a task has no measurements to show.
+        # Raise for a record that lacks a task: its metrics cannot be computed.
         found.text()
     except (ValueError, TypeError, KeyError, AttributeError, LookupError, ZeroDivisionError):
         raise BadInput(

@@ -1,8 +1,8 @@
-"""A continual run: base, then task by task a surgery, a training and a measurement; a kill costs one checkpoint.
+"""A continual run: the base, then for each task a surgery, a training and a measurement. A kill costs one checkpoint.
 
-In the work folder lie the output of the task under way (`02-NAME.grown`), the runs that are complete (`01-NAME`) and
-`course.json` with what was measured. Folders there are absent or complete, and a task is done once its row is written,
-so the same command always knows where it stands: after the last row.
+The work folder contains the surgery's output for the current task (`02-NAME.grown`), the complete runs (`01-NAME`), and
+`course.json` with the measurements. Folders there are absent or complete. A task is done once its row of measurements
+is written, so the same command continues after the last row.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from surgeon.lab.courses.results import Continued
 
 STATE_FILE = "course.json"
 
-# What decides on which text is held out, beside lengths and packing.
+# The settings that decide which text is held out, in addition to lengths and packing.
 _OF_TEXTS: Any = {"tasks": {"__all__": {"name", "sources"}}, "general": True, "validation_sequences": True}
-# What has no part in any number.
+# Training keys that do not change the results.
 _IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
 
 
 @dataclass
 class Shared:
-    """What is read once for all rows of a file: the base's digests, and held-out texts, by what decides about them."""
+    """Data that all rows of a file share: the base's digests, and held-out texts by the settings that select them."""
 
     digests: dict[str, str] = field(default_factory=dict)
     measures: dict[str, Measure] = field(default_factory=dict)
@@ -55,10 +55,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Request:
-    """What a course is to do, with everything checked that can be checked before.
+    """The settings of a continual run, after all checks that are possible in advance.
 
-    `plans` are the tasks' surgeries (None: a task has none), `base` is the opened base, `target` is RUN. With `keep`
-    the runs of earlier tasks are kept; with `take_over` a work folder that came from elsewhere is gone on with.
+    `plans` are the tasks' surgeries (None: the task adds nothing), `base` is the opened base, `target` is RUN. With
+    `keep` the runs of earlier tasks are kept; with `take_over` the run continues a work folder that this user did not
+    write here.
     """
 
     loaded: LoadedTasks
@@ -73,7 +74,7 @@ class Request:
     shared: Shared = field(default_factory=Shared)
 
     def measure(self) -> Measure:
-        """What performance is measured on. Raises BadInput for texts that are not as they must be."""
+        """Return the held-out texts on which performance is measured. Raises BadInput for texts that are not valid."""
         config = self.loaded.config.model_dump(mode="json", include=_OF_TEXTS)
         config["lengths"] = [training_of(self.loaded.config, nth).length for nth in range(len(self.plans))]
         config["packing"], config["length"] = self.loaded.config.train.packing, self.loaded.config.train.length
@@ -83,7 +84,10 @@ class Request:
         return self.shared.measures[key]
 
     def fingerprint(self) -> str:
-        """Digest of all that the course's numbers depend on; reads the base. Raises BadInput as `measure` does."""
+        """Return the digest of everything that the numbers depend on. Raises BadInput as `measure` does.
+
+        It reads the whole base, once for all rows.
+        """
         measure = self.measure()
         if not self.shared.digests:
             self.listener.begin("reading", self.base.nbytes)
@@ -102,7 +106,7 @@ class Request:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def continued(self, state: State) -> Continued:
-        """What the course made by `state`, as a call finds it that has nothing left to do."""
+        """Return the results for `state`, as for a call that had nothing left to do."""
         config = self.loaded.config
         return Continued(
             path=self.target,
@@ -119,21 +123,21 @@ class Request:
 
 @dataclass
 class State:
-    """What was measured so far, and what was made: `course.json`."""
+    """The content of `course.json`: the measurements so far, and the trainings and folders that were made."""
 
     fingerprint: str
     rows: list[dict[str, Measured]] = field(default_factory=list)
     trainings: list[dict[str, Any]] = field(default_factory=list)
-    # Inode and device of the last run when it was about to become RUN.
+    # Inode and device of the last run, stored just before it is renamed to RUN.
     published: list[int] | None = None
-    # By the name of a complete folder: digests of its files but for the shards, of which surgery.json has its own.
+    # By the name of a complete folder: digests of its files, except the shards, whose digests are in surgery.json.
     made: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> tuple[State, Signed] | None:
-        """The state at `path` and who wrote it where, None where there is none.
+        """Return the state at `path` and its signature; None where there is no file.
 
-        Raises BadInput for one that is not as it was written.
+        Raises BadInput where the file is damaged or edited.
         """
         try:
             found = read_signed(path)
@@ -148,30 +152,30 @@ class State:
             ) from None
 
     def write(self, path: Path) -> None:
-        """Replace the state at `path`, durably."""
+        """Write the state to `path`, flushed to disk."""
         write_signed(path, {each.name: plain(getattr(self, each.name)) for each in fields(self)})
 
 
 def work_folder(target: Path) -> Path:
-    """Where a course keeps what it has until it is done: beside RUN, `.NAME.continual`."""
+    """Return the folder of a run in progress: `.NAME.continual` next to RUN."""
     return target.with_name(f".{target.name}.continual")
 
 
 def kept_folder(target: Path) -> Path:
-    """Where the tasks' runs but the last lie, where they are kept: beside RUN, `NAME-tasks`."""
+    """Return the folder for kept runs of all tasks but the last: `NAME-tasks` next to RUN."""
     return target.with_name(f"{target.name}-tasks")
 
 
 def is_under_way(target: Path) -> bool:
-    """Whether an earlier call was cut off: RUN may stand, but not all beside it is cleaned up."""
+    """Return whether an earlier call was interrupted; RUN may exist already, but the work folder is not removed yet."""
     return (work_folder(target) / STATE_FILE).exists()
 
 
 def run_course(request: Request) -> Continued:
-    """Carry out what is left of a course and publish the last run, with its measurements in continual.json.
+    """Make the rest of a continual run, and publish the last task's run with its measurements in continual.json.
 
-    Raises BadInput for what cannot be done, and what `apply` and `train` raise; everything that is complete stays for
-    the same call. With `keep` the earlier runs end up in `kept_folder`.
+    Raises BadInput where that is not possible, and the errors of `apply` and `train`; complete parts are kept for the
+    next call. With `keep` the earlier runs are moved to `kept_folder`.
     """
     base, target, listener = request.base, request.target, request.listener
     _check_places(target, base.path, keep=request.keep)
@@ -194,7 +198,7 @@ def run_course(request: Request) -> Continued:
 
 
 class _Course:
-    """A course under way."""
+    """A continual run in progress."""
 
     def __init__(self, request: Request, measure: Measure, state: State) -> None:
         self.request = request
@@ -204,13 +208,13 @@ class _Course:
         self.work = work_folder(request.target)
 
     def run_of(self, number: int) -> Path:
-        """The run of task `number` (from 0)."""
+        """Return the folder of the run of task `number` (from 0)."""
         return self.work / f"{number + 1:02}-{self.config.tasks[number].name}"
 
     def go_back(self) -> None:
-        """Forget what can no longer be trusted: rows of runs that are gone or changed, and their folders."""
+        """Remove rows whose runs are missing or changed, and folders that are damaged, so that they are made again."""
         done = len(self.state.rows) - 1
-        # What the next task begins with, or RUN is made of; with `keep` every run is needed.
+        # Only the last complete run is needed, for the next task or for RUN; with `keep` every run is needed.
         needed = range(done) if self.request.keep else range(max(0, done - 1), done)
         while wrong := next(((n, why) for n in needed if (why := self._damage(self.run_of(n)))), None):
             number, why = wrong
@@ -224,7 +228,7 @@ class _Course:
                     shutil.rmtree(folder)
 
     def _damage(self, folder: Path) -> str | None:
-        """Why a complete folder is not what was made there, in words; None where it is."""
+        """Return why a folder differs from what was written there, in words; None where it does not differ."""
         shown = printable(folder.name)
         if not folder.exists():
             return f"{shown} is gone"
@@ -232,7 +236,7 @@ class _Course:
             opened = open_checkpoint(folder, trust_remote_code=self.request.trust_remote_code)
             found = opened.side_digests()
             if (listed := self.state.made.get(folder.name)) is None:
-                # Its own manifest alone would speak for it.
+                # Without this entry only the folder's own manifest would confirm its content.
                 return f"{shown} is not in {STATE_FILE}"
             for name in sorted(found.keys() | listed.keys()):
                 if found.get(name) != listed.get(name):
@@ -249,7 +253,7 @@ class _Course:
         self.state.write(self.work / STATE_FILE)
 
     def carry_out(self) -> None:
-        """Every step whose row is not written yet."""
+        """Make every task that has no row yet, after measuring the base."""
         tasks, say = self.config.tasks, self.request.listener.say
         general = [source.name for source in self.config.general]
         if not self.state.rows:
@@ -272,13 +276,13 @@ class _Course:
             self._drop(number)
 
     def _grown(self, number: int, before: Path) -> Path:
-        """What task `number` trains: its surgery's output, made of `before`, or `before` itself."""
+        """Return the checkpoint that task `number` trains: its surgery's output, or `before` without a surgery."""
         request, plan = self.request, self.request.plans[number]
         if plan is None:
             return before
         grown = self._grown_of(number)
         if not grown.exists():
-            # The base by the name it was given: what the manifest calls it.
+            # Pass the base by its given name, because the manifest records that name.
             source, revision = (request.base.name, request.base.revision) if number == 0 else (str(before), None)
             with at_line(request.loaded, number):
                 apply(
@@ -294,7 +298,7 @@ class _Course:
         return grown
 
     def _grown_of(self, number: int) -> Path:
-        """The output of task `number`'s surgery."""
+        """Return the folder of the surgery's output for task `number`."""
         return self.run_of(number).with_name(f"{self.run_of(number).name}.grown")
 
     def _train(self, number: int, grown: Path, run: Path) -> None:
@@ -325,7 +329,7 @@ class _Course:
         listener.say(f"{what}: " + ", ".join(f"{name} {found.accuracy:.1%}" for name, found in row.items()))
 
     def _drop(self, number: int) -> None:
-        """Remove what task `number`, which is done, was made of."""
+        """Remove the folders that task `number`, which is done, was made from."""
         run = self.run_of(number)
         made_of = [self._grown_of(number)]
         if number and not self.request.keep:
@@ -335,14 +339,14 @@ class _Course:
                 shutil.rmtree(folder)
 
     def is_published(self) -> bool:
-        """Whether an earlier call was cut off after RUN stood complete."""
+        """Return whether RUN is this run's own result, published by an earlier call that did not finish cleaning up."""
         if self.state.published is None or not self.request.target.is_dir():
             return False
         found = self.request.target.stat()
         return [found.st_ino, found.st_dev] == self.state.published
 
     def publish(self) -> None:
-        """The last run becomes RUN."""
+        """Rename the last task's run to RUN, with its record. Raises BadInput where RUN was created in the meantime."""
         last = self.run_of(len(self.config.tasks) - 1)
         add_record(last, self.request.continued(self.state).text())
         found = last.stat()
@@ -357,7 +361,7 @@ class _Course:
         sync(self.request.target.parent)
 
     def clean_up(self, folder: WorkFolder) -> Path | None:
-        """Remove the work folder; what of it is kept goes where it is seen."""
+        """Remove the work folder. With `keep`, first move the earlier runs to the kept folder, which is returned."""
         runs = [self.run_of(number) for number in range(len(self.config.tasks) - 1)]
         kept = kept_folder(self.request.target)
         if self.request.keep and any(run.exists() for run in runs):
@@ -367,13 +371,13 @@ class _Course:
             for run in runs:
                 if run.exists():
                     run.rename(kept / run.name)
-        # The state goes last: while it is there, the same command knows that RUN is its own.
+        # Remove the state last: while it exists, the same command knows that RUN is its own.
         folder.remove(last=STATE_FILE)
         return kept if self.request.keep and kept.is_dir() else None
 
 
 def _check_places(target: Path, base: Path, *, keep: bool) -> None:
-    """Refuse a RUN that cannot be made; one that a killed call left complete but not cleaned up passes."""
+    """Raise BadInput where RUN cannot be created; a published RUN whose work folder still exists is allowed."""
     found = State.read(work_folder(target) / STATE_FILE)
     if found is not None and found[0].published is not None and target.is_dir():
         return
@@ -386,7 +390,7 @@ def _check_places(target: Path, base: Path, *, keep: bool) -> None:
 
 
 def _training_of(run: Path) -> dict[str, Any]:
-    """What `surgery.json` says of the last training, but for its config and its tensors."""
+    """Return the last training's entry in `surgery.json`, without its config and its list of tensors."""
     manifest = open_checkpoint(run, trust_remote_code=True).manifest
     assert manifest is not None
     entry = manifest.training[-1]
@@ -401,7 +405,10 @@ def _training_of(run: Path) -> dict[str, Any]:
 
 
 def _begun_or_new(request: Request, fingerprint: str, work: Path) -> State:
-    """The state to go on from. Raises BadInput where it is of another run, or came from elsewhere."""
+    """Return the state to continue from, or a new one.
+
+    Raises BadInput where the state belongs to another run, or this user did not write it here.
+    """
     found = State.read(work / STATE_FILE)
     state, origin = (State(fingerprint), None) if found is None else found
     if state.fingerprint != fingerprint:

@@ -1,4 +1,4 @@
-"""Performance on tasks: what of each source is held out, and how well a model predicts it."""
+"""Measure performance on tasks: how well a model predicts the held-out part of each source."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from surgeon.lab.courses.config.loading import LoadedTasks, every_text, own_sour
 from surgeon.lab.courses.metrics import Measured
 
 _MICRO_BATCH = 8
-# The longest sequences where no length is given.
+# The largest length of sequences where no length is given.
 _LONGEST = 2048
 
 
 class Measure:
-    """What performance is measured on, by task and by general source; every text is opened and checked here."""
+    """The held-out texts of a continual run, by task and by general source; all texts are opened and checked here."""
 
     def __init__(self, loaded: LoadedTasks, base: Checkpoint) -> None:
-        """Raises BadInput for a text that is not as it must be, of whatever task, and for a base without tokenizer."""
+        """Open all texts of all tasks. Raises BadInput for an invalid text, and for a base without tokenizer."""
         config = loaded.config
         self.notes: list[str] = []
         self._loaded = loaded
         longest = min(base.context or _LONGEST, _LONGEST)
-        # By the length of their sequences, whose texts they are: each by itself, those of one length read together.
+        # (name of task or source, text) by the length of the sequences; texts of one length are packed in one call.
         texts: dict[int, list[tuple[str, HeldOut]]] = {}
         for number, task in enumerate(config.tasks):
             length = training_of(config, number).length or longest
@@ -58,7 +58,7 @@ class Measure:
                 self._held.setdefault(name, []).append(windows)
 
     def _packed(self, texts: list[HeldOut], base: Checkpoint, length: int) -> list[Windows]:
-        """The texts' sequences. Raises BadInput for a text with hardly a token."""
+        """Return the texts as sequences. Raises BadInput for a held-out text with fewer than two tokens."""
         config = self._loaded.config
         packing = config.train.packing or "isolated"
         packed = pack(texts, base, length=length, packing=packing, most=config.validation_sequences)
@@ -70,10 +70,10 @@ class Measure:
         return list(packed.values())
 
     def identity(self) -> list[Any]:
-        """Name, size and mtime of every file of every source."""
+        """Return name, size and modification time of every file of every source."""
         found = []
         for _, text in every_text(self._loaded.config):
-            # A task's source may have a file of its own that is held out, in place of a share.
+            # A task's source may have a held-out file of its own instead of a share.
             held_out = text.validation if isinstance(text, SourceSpec) else None
             for path in (text.path, held_out):
                 if isinstance(path, str):
@@ -124,5 +124,5 @@ class Measure:
         return found
 
     def sequences(self, names: Iterable[str]) -> int:
-        """How many sequences that is, for a progress bar."""
+        """Return how many sequences measuring these names takes, for a progress bar."""
         return sum(len(each) for name in names for each in self._held[name])

@@ -1,4 +1,4 @@
-"""What a continual run comes to, as plain data and for the terminal."""
+"""The results of a continual run, as plain data and for the terminal."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MEASURE = Text("token accuracy on held-out labels; BWT and ΔR in points", styl
 
 @dataclass(frozen=True)
 class Continued:
-    """What a continual run made of a base, task by task.
+    """The results of a continual run.
 
-    `rows[0]` is what was measured of the base, on every task and general source, `rows[t]` after the t-th task, on the
-    tasks so far and the general sources. Performance is token accuracy on held-out labels, where the paper has
-    benchmark scores. `trainings` are the tasks' (settings, steps, tokens, losses), `kept` is the folder of the earlier
-    tasks' runs where they were kept, `config` the tasks file.
+    `rows[0]` contains the base's measurements on every task and general source. `rows[t]` contains the measurements
+    after the t-th task, on the tasks so far and the general sources. Performance is token accuracy on held-out labels,
+    where the paper has benchmark scores. `trainings` contains each task's training (settings, steps, tokens, losses).
+    `kept` is the folder of the earlier tasks' runs where they were kept. `config` is the tasks file.
     """
 
     path: Path
@@ -52,22 +52,22 @@ class Continued:
 
     @property
     def overall(self) -> list[float]:
-        """OP after each task."""
+        """Overall performance (OP) after each task."""
         return [overall_performance(self.matrix, t) for t in range(len(self.tasks))]
 
     @property
     def backward(self) -> list[float]:
-        """BWT after each task."""
+        """Backward transfer (BWT) after each task."""
         return [backward_transfer(self.matrix, t) for t in range(len(self.tasks))]
 
     @property
     def delta(self) -> list[float | None]:
-        """ΔR after each task; None where there are no general sources."""
+        """Change of general ability (ΔR) after each task; None where there are no general sources."""
         before, *after = ([row[name].accuracy for name in self.general] for row in self.rows)
         return [general_ability_delta(before, row) for row in after]
 
     def record(self) -> dict[str, Any]:
-        """As plain data: what `continual.json` of the run holds."""
+        """Return the content of the run's `continual.json` as plain data."""
         return {
             "surgeon_continual": 1,
             "base": self.base,
@@ -89,7 +89,7 @@ class Continued:
         }
 
     def text(self) -> str:
-        """The record as `continual.json` of the run has it."""
+        """Return the content of the run's `continual.json` as text."""
         return json.dumps(self.record(), indent=1, ensure_ascii=False) + "\n"
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Continued:
 
         Keys:
             `path`, `kept`, `resumed_after`: of this call, and not in `continual.json`: the run; with `--keep` the
-                earlier tasks' models; the tasks that were done before
+                earlier tasks' models; how many tasks were complete before this call
             `surgeon_continual`, `base`, `tasks`, `general`: version of the format; the base; names of the tasks in
                 order, and of general sources
             `performance`, `base_accuracy`: the measure, in words; the base's, by task and general source
@@ -120,7 +120,7 @@ class Continued:
 
 @dataclass(frozen=True)
 class ContinuedRows:
-    """What the rows of a tasks file made of a base, each in its folder of `path`, by name in the file's order."""
+    """The results of a tasks file with rows: one run for each row, in a folder of `path`, in the file's order."""
 
     path: Path
     rows: Mapping[str, Continued]
@@ -138,7 +138,10 @@ class ContinuedRows:
 
 
 def continued_view(continued: Continued | ContinuedRows) -> RenderableType:
-    """Performance on every task after every task, and what the paper makes of it; of rows, after the last task."""
+    """Return a table for the terminal: performance on all tasks, OP, BWT and ΔR, after each task.
+
+    For a file with rows, it contains only the performance of each row after the last task.
+    """
     if isinstance(continued, ContinuedRows):
         return _rows_view(continued)
     names = (*continued.tasks, *continued.general)
@@ -160,7 +163,7 @@ def continued_view(continued: Continued | ContinuedRows) -> RenderableType:
 
 
 def _rows_view(continued: ContinuedRows) -> RenderableType:
-    """A line for each row: performance after the last task, beside the base's."""
+    """Return a table with the base's performance, and each row's performance after the last task."""
     first = next(iter(continued.rows.values()))
     names = list(dict.fromkeys(name for row in continued.rows.values() for name in (*row.tasks, *row.general)))
     table = FittedTable("accuracy (loss) after all tasks")
@@ -180,7 +183,7 @@ def _cells(row: Measurement, names: Sequence[str]) -> list[str]:
 
 
 def _judged(continued: Continued, number: int) -> tuple[str, str, str]:
-    """OP, BWT and ΔR after so many tasks."""
+    """Return OP, BWT and ΔR after `number` tasks, as text."""
     delta = continued.delta[number - 1]
     return (
         f"{continued.overall[number - 1]:.1%}",

@@ -1,1 +1,1 @@
-"""The embedded default: a small real base made on the spot, so that everything can be tried offline."""
+"""The demonstration: make a small real base on the spot, so that everything can be tried offline."""

@@ -1,4 +1,4 @@
-"""A small real base, trained on the documentation of Python's standard library: no network, no downloads."""
+"""A small real base, trained offline on the documentation of Python's standard library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from surgeon.errors import BadInput, printable
 VOCABULARY = 2048
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
-# Measured on one core of a current server; `seconds` and this constant fix the number of steps.
+# Measured on one core of a current server; `seconds` times this constant is the number of steps.
 STEPS_A_SECOND = 12.0
 _BATCH, _WINDOW = 8, 64
 _PEAK_RATE, _FINAL_RATE, _WARMUP_STEPS = 3e-3, 6e-5, 20
@@ -31,7 +31,7 @@ _VALIDATION_WINDOWS = 64
 _HELD_OUT = 20
 _SHARD_SIZE = "2MB"
 
-# Folders without prose, and code that is not the library's own.
+# Folders without prose, and folders with code that does not belong to the library.
 _LEFT_OUT = frozenset(
     {
         "__pycache__",
@@ -57,10 +57,10 @@ _MODULES_APART = 10
 
 @dataclass(frozen=True)
 class DemoBase:
-    """The trained base. Losses are next-token cross-entropies in nats, in the dtype it is stored in.
+    """The trained base. Losses are next-token cross-entropies in nats, in the stored dtype.
 
-    `validation_loss` is over documents that were not trained on, `validation_loss_before` the same for the
-    untrained weights.
+    `validation_loss` is the loss on documents that were not trained on, `validation_loss_before` the loss of the
+    untrained weights on these documents.
     """
 
     folder: Path
@@ -72,12 +72,11 @@ class DemoBase:
 
 
 def make_base(folder: Path, documents: list[str], *, seconds: float, seed: int, listener: Listener) -> DemoBase:
-    """Train a small Llama on this Python's documentation and save it to `folder` as a bf16 checkpoint.
+    """Train a small Llama on this Python's documentation, and save it to `folder` as a bf16 checkpoint.
 
-    `documents` are those of `documentation()`; `split` says which are held out.
-    `seconds` is roughly what training takes on one ordinary core: it sets the number of steps, not a
-    deadline, so that the same seed gives the same base. The folder gets several
-    shards, config, generation config and tokenizer. `listener` receives the steps that are done.
+    `documents` come from `documentation()`; `split` decides which are held out. `seconds` is about the training time on
+    one ordinary core. It sets the number of steps and is no deadline, so that the same seed gives the same base. The
+    folder gets several shards, config, generation config and tokenizer. `listener` receives the finished steps.
     """
     began = time.monotonic()
     tokenizer = _tokenizer(documents)
@@ -109,12 +108,12 @@ def make_base(folder: Path, documents: list[str], *, seconds: float, seed: int, 
 
 
 def split(documents: list[str]) -> tuple[list[str], list[str]]:
-    """The documents to train on, and every twentieth one, which is held out."""
+    """Return the documents to train on, and every twentieth document, which is held out."""
     return [text for index, text in enumerate(documents) if index % _HELD_OUT], documents[::_HELD_OUT]
 
 
 def _tokenizer(documents: list[str]) -> Any:
-    """A byte-level BPE tokenizer trained on `documents`; every document starts with its BOS token."""
+    """Return a byte-level BPE tokenizer trained on `documents`; it begins every document with BOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -135,7 +134,7 @@ def _tokenizer(documents: list[str]) -> Any:
 
 
 def _tokens(tokenizer: Any, documents: list[str]) -> Tensor:
-    """All documents as one row of ids, each between BOS and EOS."""
+    """Return all documents as one row of token ids, each document between BOS and EOS."""
     rows = tokenizer(documents)["input_ids"]
     return torch.tensor([token for row in rows for token in (*row, tokenizer.eos_token_id)], dtype=torch.long)
 
@@ -152,7 +151,7 @@ def _untrained(tokenizer: Any) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        # Two hundred times fewer steps than usual: matrices start at full scale, not at the usual 0.02.
+        # Matrices start at full scale, not at the usual 0.02, because training has two hundred times fewer steps.
         initializer_range=_WIDTH**-0.5,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -163,17 +162,17 @@ def _untrained(tokenizer: Any) -> Any:
 
 @torch.no_grad()
 def _start_from_neighbours(model: Any, stream: Tensor) -> None:
-    """Start the untrained model from the statistics of neighbouring tokens, with blocks that add nothing yet.
+    """Initialise the untrained model from the statistics of neighbouring tokens; its blocks add nothing yet.
 
-    Embedding E and head H of width d start as the best rank-d factors of log P(next | previous), each
-    centred row weighted by how often its token occurs; training then learns what needs context.
-    Validation after 400 steps of a slightly wider model: 3.95 nats from these, 4.26 from random factors, 5.1 from
-    the usual initialisation.
+    Embedding E and head H of width d are the best rank-d factors of log P(next | previous), with each row centred and
+    weighted by how often its token occurs. Training then only has to learn what needs context. Validation loss after
+    400 steps of a slightly wider model: 3.95 nats from these factors, 4.26 from random factors, 5.1 from the usual
+    initialisation.
     """
     vocabulary = model.config.vocab_size
     counts = torch.bincount(stream[:-1] * vocabulary + stream[1:], minlength=vocabulary**2)
     counts_PN = counts.view(vocabulary, vocabulary).float()
-    # Rare tokens use mostly the plain frequencies, as if these had been seen 50 times more.
+    # Smooth with 50 pseudo-counts of the plain frequencies, which dominate the rows of rare tokens.
     plain_N = (counts_PN.sum(0) + 0.5) / (counts_PN.sum() + 0.5 * vocabulary)
     seen_P1 = counts_PN.sum(1, keepdim=True)
     log_PN = ((counts_PN + 50 * plain_N) / (seen_P1 + 50)).log()
@@ -181,7 +180,7 @@ def _start_from_neighbours(model: Any, stream: Tensor) -> None:
     share_P1 = (seen_P1 + 1) / (seen_P1 + 1).sum()
     left, strengths, right_ND = torch.svd_lowrank(log_PN * share_P1.sqrt(), q=model.config.hidden_size, niter=4)
     embedding_PD = left * strengths / share_P1.sqrt()
-    # The final norm removes the length of every embedding; the head multiplies by the mean length.
+    # The final norm removes the lengths of embeddings, so the head is multiplied by the mean length.
     lengths_P1 = embedding_PD.square().mean(1, keepdim=True).sqrt()
     model.model.embed_tokens.weight.copy_(0.5 * embedding_PD / lengths_P1.mean())
     model.lm_head.weight.copy_(right_ND * (lengths_P1 * share_P1).sum())
@@ -191,7 +190,7 @@ def _start_from_neighbours(model: Any, stream: Tensor) -> None:
 
 
 def _train(model: Any, stream: Tensor, *, steps: int, seed: int, listener: Listener) -> None:
-    """AdamW on random windows of `stream`, linear warm-up then cosine decay."""
+    """Train by AdamW on random windows of `stream`, with linear warm-up, then cosine decay."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     made = torch.Generator().manual_seed(seed)
     # Each epoch uses every window once, at another offset.
@@ -226,11 +225,11 @@ def _loss(model: Any, windows: Tensor) -> float:
 
 
 def documentation(library: Path | None = None) -> list[str]:
-    """The distinct documentation strings of a Python library, in the order of its sorted files.
+    """Return the distinct docstrings of a Python library, in the order of its sorted files.
 
-    `library` is the folder of sources; None means this Python's standard library. Also takes the chapters
-    of the language reference that `help()` shows. Sources are parsed, never imported or run.
-    Raises BadInput where there is too little text, as in a Python installed without sources.
+    `library` is the folder of sources; None means this Python's standard library. The chapters of the language
+    reference that `help()` shows are included. Sources are parsed, never imported or run. Raises BadInput where there
+    is too little text, as in a Python that was installed without sources.
     """
     root = _root(library)
     found: dict[str, None] = {}
@@ -246,9 +245,9 @@ def documentation(library: Path | None = None) -> list[str]:
 
 
 def code(library: Path | None = None) -> list[str]:
-    """The distinct functions and classes at the top of every tenth module, without comments and documentation.
+    """Return the distinct top-level functions and classes of every tenth module, without comments and docstrings.
 
-    `library` as for `documentation`; the two share no text.
+    `library` is as in `documentation`; the two results share no text.
     """
     found: dict[str, None] = {}
     for path in _sources(_root(library))[::_MODULES_APART]:
@@ -262,10 +261,10 @@ def code(library: Path | None = None) -> list[str]:
 
 
 class _Undocumented(ast.NodeTransformer):
-    """Removes documentation strings."""
+    """A transformer of syntax trees that removes docstrings."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Below definitions too."""
+        """Remove the docstrings of a definition and of the definitions inside it."""
         super().generic_visit(node)
         if isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -277,7 +276,7 @@ def _root(library: Path | None) -> Path:
 
 
 def _sources(root: Path) -> list[Path]:
-    """The library's own files, sorted."""
+    """Return the library's own source files, sorted."""
     found = []
     for path in sorted(root.rglob("*.py")):
         inner = path.relative_to(root)
@@ -289,7 +288,7 @@ def _sources(root: Path) -> list[Path]:
 def _parsed(path: Path) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            # Warnings about old escapes in other people's source are not for our user.
+            # Hide warnings about old escapes in other people's source from our user.
             warnings.simplefilter("ignore")
             return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):

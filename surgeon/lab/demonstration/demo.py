@@ -1,4 +1,4 @@
-"""`surgeon demo`: make a base, grow it by a plan, prove that nothing was lost, show what it learns and forgets."""
+"""`surgeon demo`: make a base, grow it by a plan, prove that nothing was lost, and show what it learns and forgets."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from surgeon.lab.demonstration.base import STEPS_A_SECOND, DemoBase, code, docum
 PLAN, GATED_PLAN = "opt-deus", "domain-gate/layers"
 PROMPT = "Return the"
 WRITTEN_TOKENS = 40
-# The training steps of every run, as a share of the base's.
+# The training steps of every run, as a share of the base's steps.
 LEARNING_SHARE = 1 / 5
 KNOWN, NEW, RECALLED = "documentation", "code", "recalled"
-# Of a run that remembers, how much of its text the base wrote; and how many tokens it writes for each that is replayed.
+# For runs with recalled text: the share of recalled text, and the tokens that the base writes per replayed token.
 REPLAYED, WRITTEN = 0.25, 0.5
 _BATCH, _WINDOW = 8, 64
-# Peak rates, as benchmarks/results/frontier_en-llama-8m.md found them for either with recalled text and a teacher.
+# Peak rates for new layers and for all of the base, from benchmarks/results/frontier_en-llama-8m.md (with recalled text
+# and a teacher).
 _RATE, _WHOLE_RATE = 1e-3, 3e-4
 _VALIDATION_SEQUENCES = 64
 # The longest text that the base writes, in tokens.
@@ -52,7 +53,7 @@ _DOCUMENT = 512
 
 @dataclass(frozen=True)
 class Run:
-    """One row: what `surgeon train` made at the peak `rate`, and how the table calls it."""
+    """One row of the table: its name, the peak learning rate, and the result of `surgeon train`."""
 
     called: str
     rate: float
@@ -61,10 +62,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Learning:
-    """What several ways to train on the same new text learn and forget, in as many steps.
+    """What several ways of training on the same new text learn and forget, with the same number of steps.
 
-    Losses are held-out, in nats a token, by text (`KNOWN` and `NEW`): `before` of the base, `runs[…].trained.losses`
-    of every run. `verification` compares the first run, of which only the new layers were trained, with the base.
+    Losses are held-out losses in nats a token, by text (`KNOWN` and `NEW`): `before` of the base,
+    `runs[…].trained.losses` of every run. `verification` compares the first run, in which only the new layers trained,
+    with the base.
     """
 
     runs: tuple[Run, ...]
@@ -75,7 +77,7 @@ class Learning:
 
 @dataclass(frozen=True)
 class Demo:
-    """The results of a demo: the base, the surgery, its proof, texts of both models, and the training."""
+    """The results of a demo: the base, the surgery, its proof, texts that both models wrote, and the training runs."""
 
     base: DemoBase
     applied: Applied
@@ -86,15 +88,15 @@ class Demo:
 
     @property
     def holds(self) -> bool:
-        """Whether every promise of the surgery and of the training run holds."""
+        """Whether all promises of the surgery and of the first training run hold."""
         return self.verification.holds and self.learning.verification.holds
 
 
 def run_demo(folder: Path, *, seconds: float = 25.0, seed: int = 0, listener: Listener) -> Demo:
-    """Run the demo into the new folder `folder`: `base/`, `grown/` and `run/`.
+    """Run the demo in the new folder `folder`, with the subfolders `base/`, `grown/`, `gated/`, `texts/` and `run…/`.
 
-    `seconds` is about what the base's training takes on one core; the later steps scale with it. Raises BadInput where
-    the folder exists; PromiseBroken and WrongSet as `verify` and `train` do.
+    `seconds` is about the base's training time on one core; the later steps scale with it. Raises BadInput where the
+    folder exists; PromiseBroken and WrongSet as `verify` and `train` do.
     """
     check_new_name(folder)
     if os.path.lexists(folder):
@@ -104,7 +106,7 @@ def run_demo(folder: Path, *, seconds: float = 25.0, seed: int = 0, listener: Li
 
 
 def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) -> Demo:
-    """`run_demo`, where there is nothing at `folder`."""
+    """Carry out `run_demo`, after the check that `folder` does not exist."""
     documents = documentation()
     base_folder, out = folder / "base", folder / "grown"
     try:
@@ -127,19 +129,20 @@ def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) ->
 def learn(
     base: Path, out: Path, folder: Path, *, known: list[str], new: list[str], steps: int, seed: int, listener: Listener
 ) -> Learning:
-    """Train on `new` by `surgeon train`, to `folder`/run…: the new layers of `out`, and all of `base`.
+    """Train on `new` with `surgeon train`, into `folder`/run…: the new layers of `out`, and all of `base`.
 
-    Both are trained without anything against forgetting, and with the same remedies; the layers behind a gate too.
+    Both are trained without anything against forgetting, and with the same remedies; new layers behind a gate are
+    trained too.
 
-    `known` are the documents that `base` was made of; only its held-out ones are read, to measure forgetting: what is
-    replayed, and what the gate is fitted on, the base writes. Raises BadInput, PromiseBroken and WrongSet as `train`
-    and `verify` do.
+    `known` are the documents that `base` was trained on; only its held-out part is read, to measure forgetting. The
+    base itself writes the text that is replayed and the text on which the gate is fitted. Raises BadInput,
+    PromiseBroken and WrongSet as `train` and `verify` do.
     """
     texts = folder / "texts"
     _write_texts(texts, known=known, new=new)
     with one_thread():
         listener.say("having the base write text of its own, to be replayed")
-        # In a demo of a second or two, one document.
+        # At least one document, which a demo of a second or two needs.
         tokens = max(_DOCUMENT, round(WRITTEN * REPLAYED * steps * _BATCH * _WINDOW))
         recall(
             base,
@@ -176,7 +179,7 @@ def learn(
 
 
 def _write_texts(folder: Path, *, known: list[str], new: list[str]) -> None:
-    """The texts, as files of JSON lines; of what is known the held-out part alone."""
+    """Write the texts as files of JSON lines; of the known text, only the held-out part."""
     folder.mkdir()
     to_learn, aside = split(new)
     _json_lines(folder / f"{NEW}.jsonl", to_learn)
@@ -185,7 +188,7 @@ def _write_texts(folder: Path, *, known: list[str], new: list[str]) -> None:
 
 
 def _write_config(path: Path, what: str, rate: float, remedies: Collection[str] = (), *, steps: int, seed: int) -> Path:
-    """A config, as a user writes it for `surgeon train`; `remedies`: recalled (text that the base wrote), teacher."""
+    """Write a config as a user would for `surgeon train`; `remedies`: recalled (text that the base wrote), teacher."""
     share = REPLAYED if "recalled" in remedies else 0.0
     lines = [
         "# The known text is not trained on: its share is 0, and its held-out loss shows what is forgotten.",
@@ -199,7 +202,7 @@ def _write_config(path: Path, what: str, rate: float, remedies: Collection[str] 
         f"optimizer: {{lr: {rate}, warmup: 0.05}}",
         f"validation_sequences: {_VALIDATION_SEQUENCES}",
         *(["preserve: {loss: kl}"] if "teacher" in remedies else []),
-        # What the base wrote is among the sources already.
+        # The text that the base wrote is among the sources already.
         *(["recall_for_gate: 0"] if share else []),
         "sources:",
         f"  - {{name: {NEW}, path: texts/{NEW}.jsonl, share: {1 - share}, validation: texts/{NEW}-held-out.jsonl}}",
@@ -222,7 +225,7 @@ def _json_lines(path: Path, texts: list[str]) -> None:
 
 
 def demo_view(demo: Demo) -> RenderableType:
-    """The base, the surgery, the proof, both models' texts, and what training learnt and cost."""
+    """Return the demo for the terminal: base, surgery, proof, both models' texts, and the results of training."""
     base = demo.base
     return Group(
         _title("1  the base"),

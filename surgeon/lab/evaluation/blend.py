@@ -1,4 +1,4 @@
-"""`surgeon blend`: a run and its base interpolated, and measured on text."""
+"""`surgeon blend`: interpolate a run and its base, and measure the result on text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surgeon.lab.evaluation.results import Evaluation, SourceScores
 
 @dataclass(frozen=True)
 class Blended:
-    """A blend, and base, run and blend on the text that was given; None: none was."""
+    """A blend, and the scores of base, run and blend on the given text (None: no text was given)."""
 
     written: Blend
     measured: Evaluation[SourceScores] | None
@@ -52,15 +52,15 @@ def blend(
     """Blend `run` with its base as `write_blend` does, and measure base, run and blend on text.
 
     Args:
-        run: as `write_blend` takes it.
-        dest: as `write_blend` takes it.
-        base: as `write_blend` takes it.
-        alpha: as `write_blend` takes it.
-        alpha_top: as `write_blend` takes it.
-        data: texts as of `evaluate`; None: nothing is measured.
-        link: as `write_blend` takes it.
+        run: the folder that `train` wrote.
+        dest: the new folder.
+        base: the folder of the model that the run's last surgery, or training, began with.
+        alpha: the run's share; 1: the run, 0: the base.
+        alpha_top: the run's share in the highest layer; None: `alpha`.
+        data: texts as for `evaluate`; None: nothing is measured.
+        link: hard-link shards of the run in which nothing changes.
         trust_remote_code: run the code that the models bring.
-        device: where they are measured.
+        device: where the models are measured.
         listener: receives progress.
 
     Raises:
@@ -75,7 +75,7 @@ def blend(
 
 
 def blended_view(blended: Blended) -> RenderableType:
-    """What was blended, and what it does on the text that was given."""
+    """Return a text for the terminal: what was blended, and the scores on the given text."""
     written = blended.written
     shares = f"{written.alpha:g}"
     if written.alpha_top != written.alpha:

@@ -1,4 +1,4 @@
-"""`surgeon evaluate`: compare models on the same held-out text, and by their answers to the same prompts."""
+"""`surgeon evaluate`: compare models by scores on the same held-out text, and by answers to the same prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.lab.evaluation.open_texts import open_texts
 from surgeon.lab.evaluation.results import Cell, Evaluation, LabelScores, SourceScores
 
-# A model as `evaluate` takes it.
+# A model that `evaluate` accepts.
 Model: TypeAlias = str | Path | Checkpoint
 
 
@@ -79,20 +79,20 @@ def evaluate(
 
     With `labels` the texts have labels and the models are classifiers: accuracy, F1 and Matthews' correlation. The
     models are compared with the first, document by document. A prompt is a user's turn where a model has a chat
-    template, else a text to go on with; answers are greedy.
+    template, else a text to continue; answers are decoded greedily.
 
     Args:
         models: A folder, `user/name[@revision]` on the Hub, an opened checkpoint, or several of them.
         data: Text files or folders (`NAME=FILE` gives a name), a data file, a training config (its held-out text),
-            files by name, or texts that `open_texts` opened; None: prompts alone.
+            files by name, or texts that `open_texts` opened; None: only prompts.
         base: A model for the first row.
         prompts: What each model answers.
         answer_tokens: The most tokens of an answer.
         sources: The sources to take, by name; None: all.
         length: Tokens in a window; None: the smallest context, at most 2048.
         batch: How many windows are run at a time.
-        most: How many documents are taken of each source at most; 0: all.
-        kl: Whether KL(first ‖ model) is measured too, which takes two models in memory.
+        most: The largest number of documents of each source; 0: all.
+        kl: Whether KL(first ‖ model) is measured too, which needs two models in memory.
         labels: Whether the texts have labels.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
@@ -159,7 +159,7 @@ def _check_given(prompts: Sequence[str], data: bool, sources: Sequence[str], lab
 
 
 def _rows(models: Model | Sequence[Model], base: Model | None) -> list[Model]:
-    """Return the models in the order of their rows, the base first. Raises BadInput where there is none but a base."""
+    """Return the models in the order of their rows, the base first. Raises BadInput where `models` is empty."""
     given = [models] if isinstance(models, Model) else list(models)
     if not given:
         raise BadInput("no model to evaluate: give a folder or a Hub id")
@@ -167,7 +167,7 @@ def _rows(models: Model | Sequence[Model], base: Model | None) -> list[Model]:
 
 
 def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
-    """Scores with intervals and differences to the first model, by source; then each model's answers, by prompt."""
+    """Return tables for the terminal: scores and differences from the first model by source, then answers by prompt."""
     parts: list[RenderableType] = []
     if evaluation.length is not None:
         parts += _scores(evaluation, evaluation.length)
@@ -181,19 +181,19 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
 
 
 def _answer(answer: Answer) -> Text:
-    """An answer's lines; marked where it was cut off, or has no words."""
+    """Return the text of an answer, marked where it was cut off or has no words."""
     words = answer.text.strip()
     text = Text(_lines(words)) if words else Text("(no words)", style="dim")
     return text if answer.ended else text.append(" …", style="dim")
 
 
 def _lines(text: str) -> str:
-    """Text of a model or a user with all that is invisible but the ends of lines escaped."""
+    """Return text of a model or a user with invisible characters escaped, except the ends of lines."""
     return "\n".join(printable(line, sys.maxsize) for line in text.split("\n"))
 
 
 def _scores(evaluation: Evaluation[Any], length: int) -> list[RenderableType]:
-    """One row for each source and model."""
+    """Return a table with one row for each source and model, and its notes."""
     cells: Sequence[Cell] = evaluation.models[0].sources
     compared = len(evaluation.models) > 1
     table = FittedTable("source", "model", names=2)

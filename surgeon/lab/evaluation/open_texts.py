@@ -1,6 +1,6 @@
 """The texts to evaluate on: files named on the command line, a data file, or the held-out text of a training config.
 
-All sources are opened and read through once before any model is loaded.
+All sources are opened and read to their end before any model is loaded.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _CONFIGS = (".yaml", ".yml")
 _WHAT = "data file"
 _NEEDS = "`surgeon_data: 1` and `sources:`"
 
-# What `evaluate` takes as texts.
+# The forms of texts that `evaluate` accepts.
 Texts: TypeAlias = str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path]
 
 
 class DataConfig(Entry):
-    """Texts to evaluate on."""
+    """A data file: texts to evaluate on."""
 
     surgeon_data: Annotated[Literal[1], Field(description="version of this format")]
     sources: Annotated[list[TextSpec], Field(min_length=1, max_length=100)]
@@ -51,13 +51,13 @@ def open_texts(
     say: Callable[[str], None] = lambda _line: None,
     labels: bool = False,
 ) -> list[HeldOut]:
-    """Open texts for `evaluate`, each read through once.
+    """Open texts for `evaluate`; each text is read once to its end.
 
     Args:
         data: One or more of: a text file or folder, `NAME=FILE`, a data file (.yaml with `surgeon_data: 1`), a training
-            config, for the text that `train` holds out; or files by their names; or texts that are open.
-        only: The sources to take, by name; empty: all.
-        most: How many documents are taken of each at most, a fixed random choice; 0: all.
+            config, for the text that `train` holds out; or a mapping from names to files; or opened texts.
+        only: The names of the sources to open; empty: all.
+        most: The largest number of documents of each text, a fixed random choice; 0: all.
         say: Receives notes.
         labels: Whether each text has a label.
 
@@ -65,7 +65,7 @@ def open_texts(
         The texts, in the order of `data`.
 
     Raises:
-        BadInput: A file cannot be read, two sources share a name, some have labels and are not to, or nothing is held
+        BadInput: A file cannot be read, two sources share a name, some have labels without `labels`, or nothing is held
             out.
     """
     found: dict[str, HeldOut] = {}
@@ -95,7 +95,7 @@ _Opener = Callable[[], HeldOut | None]
 
 
 def _openers(data: Texts, say: Callable[[str], None], labels: bool) -> Iterator[tuple[str, _Opener, str]]:
-    """Every source of the data: its name, what opens it, and what names it in errors."""
+    """Yield the name of every source, a function that opens it, and its name in errors."""
     if isinstance(data, HeldOut):
         data = [data]
     if not isinstance(data, str | Path | Mapping) and (opened := [each for each in data if isinstance(each, HeldOut)]):
@@ -125,7 +125,7 @@ def _entries(
 
 
 def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: bool) -> list[tuple[str, _Opener]]:
-    """The sources of one entry of the data: names, and how to open each."""
+    """Return the names of the sources in one entry of the data, each with a function that opens it."""
     if path.suffix not in _CONFIGS:
         called = name or re.sub(r"[^A-Za-z0-9_-]", "_", Path(os.path.realpath(path)).stem)[:60]
         spec = TextSpec(name=called, path=str(path), kind="labels" if labels else None)
@@ -151,7 +151,7 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: b
 
 
 def _check_kinds(specs: Sequence[TextSpec], path: Path, labels: bool) -> None:
-    """BadInput where labels are asked for and a source has none, or the other way round."""
+    """Raise BadInput where a source has no labels but `labels` is set, or has labels but `labels` is not set."""
     for spec in specs:
         if (spec.kind == "labels") is not labels:
             there, do = ("labels", "give --labels") if spec.kind == "labels" else ("no labels", "leave --labels out")

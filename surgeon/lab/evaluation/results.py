@@ -1,4 +1,7 @@
-"""What an evaluation found: a row for each model, a cell for each source (text, or texts with labels), its answers."""
+"""The results of an evaluation: for each model a row with its answers and a cell for each source.
+
+A source is a text, or texts with labels.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ from surgeon import Answer, Ratio
 from surgeon.common.formatting import counted
 from surgeon.common.json_results import plain, plain_fields
 
-# A repr names so many models and sources.
+# The most models and sources that a repr names.
 _MOST_SHOWN = 4
 
 
-# Fields that the JSON calls otherwise.
+# Fields with another name in JSON.
 _KEYS = {"nbytes": "bytes", "apart": "kl"}
 
 
 @dataclass(frozen=True)
 class Cell(ABC):
-    """One model on one source, by its name: what a table and the JSON say of it."""
+    """The scores of one model on one source, with their form in tables and in JSON."""
 
-    # Headings of the figures' columns and of the difference's, and what a source and its length are in words.
+    # Headings of the scores' columns, heading of the difference's column, and words on length and intervals.
     columns: ClassVar[tuple[str, ...]]
     difference: ClassVar[str]
     reading: ClassVar[str]
@@ -33,7 +36,7 @@ class Cell(ABC):
 
     @property
     def apart(self) -> Ratio | None:
-        """KL of the first model and this one, in nats a token; None where it was not measured."""
+        """KL(first ‖ this model) in nats a token; None where it was not measured."""
         return None
 
     @property
@@ -44,18 +47,18 @@ class Cell(ABC):
     @property
     @abstractmethod
     def headline(self) -> str:
-        """The figure that stands for all."""
+        """The most important score, as text."""
 
     @abstractmethod
     def figures(self) -> list[Text]:
-        """Return the figures of the columns."""
+        """Return the scores for the table's columns."""
 
     @abstractmethod
     def difference_cell(self) -> Text:
-        """Return the difference to the first model; empty for the first."""
+        """Return the difference from the first model; empty for the first model itself."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return its fields as plain data, but for the source that it is of."""
+        """Return all fields but `source` as plain data."""
         return {_KEYS.get(key, key): _as_data(value) for key, value in vars(self).items() if key != "source"}
 
 
@@ -63,7 +66,7 @@ CellT = TypeVar("CellT", bound=Cell)
 
 
 def _as_data(found: Any) -> Any:
-    """A value as plain data, of a ratio its own and the ends of its interval."""
+    """Return a value as plain data; a ratio becomes its value and the ends of its interval."""
     if not isinstance(found, Ratio):
         return plain(found)
     low, high = found.interval or (None, None)
@@ -74,9 +77,9 @@ def _as_data(found: Any) -> Any:
 class SourceScores(Cell):
     """One model on one source: loss in nats a token, bits per byte of UTF-8, accuracy of greedy decoding.
 
-    Each has its 95 % confidence interval, over documents. The differences are to the first model, paired by document
-    (None for the first model; the loss difference also where the tokens differ). `apart` is KL(first ‖ model) in nats a
-    token, where it was asked for and the tokens are the same.
+    Each has a 95 % confidence interval over documents. The differences are from the first model, paired by document
+    (None for the first model; the loss difference is also None where the tokens differ). `apart` is KL(first ‖ model)
+    in nats a token, where it was requested and the tokens are the same.
     """
 
     columns: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "bits/byte", "right")
@@ -101,7 +104,7 @@ class SourceScores(Cell):
 
     @property
     def headline(self) -> str:
-        """The loss."""
+        """The loss, as text."""
         return f"{self.loss.value:.4f}"
 
     def figures(self) -> list[Text]:
@@ -114,7 +117,10 @@ class SourceScores(Cell):
         ]
 
     def difference_cell(self) -> Text:
-        """Return nats a token, or bits per byte where tokens differ; coloured where the interval does not contain 0."""
+        """Return the difference in nats a token, or in bits per byte where tokens differ.
+
+        It is coloured where the interval does not contain 0.
+        """
         shown, unit = self.loss_difference, ""
         if shown is None:
             shown, unit = self.bits_difference, " bits/byte"
@@ -130,8 +136,9 @@ class SourceScores(Cell):
 class LabelScores(Cell):
     """One model on one source: cross-entropy in nats an example and accuracy, with 95 % confidence intervals.
 
-    `f1` is that of the second of two labels, `matthews` Matthews' correlation (`Judged`); None where there is none.
-    `accuracy_difference` is to the first model, paired by text; None for the first.
+    `f1` is the F1 score of the second of two labels, `matthews` is Matthews' correlation (`Judged`); None where they
+    are not defined. `accuracy_difference` is the difference from the first model, paired by text; None for the first
+    model.
     """
 
     columns: ClassVar[tuple[str, ...]] = ("loss", "right", "F1", "Matthews")
@@ -152,7 +159,7 @@ class LabelScores(Cell):
 
     @property
     def headline(self) -> str:
-        """The accuracy."""
+        """The accuracy, as text."""
         return f"{self.accuracy.value:.1%}"
 
     def figures(self) -> list[Text]:
@@ -171,9 +178,9 @@ class LabelScores(Cell):
 
 @dataclass(frozen=True)
 class ModelScores(Generic[CellT]):
-    """One model on all sources, and its answers to all prompts.
+    """One model's scores on all sources, and its answers to all prompts.
 
-    `same_tokens`: whether its tokens are the first model's; None where no text is scored.
+    `same_tokens`: whether its tokens are the same as the first model's; None where no text is scored.
     """
 
     model: str
@@ -184,10 +191,11 @@ class ModelScores(Generic[CellT]):
 
 @dataclass(frozen=True)
 class Evaluation(Generic[CellT]):
-    """Several models on the same held-out text, where there is some, and their answers to the same prompts.
+    """The scores of several models on the same held-out text, and their answers to the same prompts.
 
-    The others are compared with the first. Cells are `SourceScores`, of texts with labels `LabelScores`. `length` is
-    the most tokens of a window, or of a text with a label (None: no text); `notes` are lines that explain the numbers.
+    Texts or prompts may be absent. All models are compared with the first. Cells are `SourceScores`, or `LabelScores`
+    for labelled texts. `length` is the largest number of tokens in a window or a labelled text (None: no text); `notes`
+    contains lines that explain the numbers.
     """
 
     models: tuple[ModelScores[CellT], ...]
@@ -209,7 +217,7 @@ class Evaluation(Generic[CellT]):
         return f"Evaluation({len(self.models)} models, {shown})"
 
     def of(self, model: str, source: str) -> CellT:
-        """Return one cell. Raises KeyError where there is none."""
+        """Return the scores of a model on a source. Raises KeyError where there are none."""
         for row in self.models:
             for found in row.sources:
                 if (row.model, found.source) == (model, source):
@@ -261,7 +269,7 @@ class Evaluation(Generic[CellT]):
 
 
 def _ratio_cell(found: Ratio, form: str, style: str = "") -> Text:
-    """`3.1416 [3.1, 3.2]`, each number by the format `form`; the interval, where there is one, dim."""
+    """Return `3.1416 [3.1, 3.2]`, with each number in the format `form`; the interval, where there is one, is dim."""
     text = Text(f"{found.value:{form}}", style=style)
     if found.interval is not None:
         text.append(f" [{found.interval[0]:{form}}, {found.interval[1]:{form}}]", style="dim")

@@ -1,6 +1,6 @@
-"""Score several models on the same held-out text and compare each with the first, document by document; ask them.
+"""Score several models on the same held-out text, compare each with the first by document, and collect answers.
 
-Classification models are judged on the same labelled texts, text by text.
+Classification models are scored on the same labelled texts, and compared by text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FEW_DOCUMENTS = 10
 
 @dataclass
 class How:
-    """How models are run, and notes that explain the numbers; `length` is tokens in a window, where that is given."""
+    """How models are run, with notes that explain the numbers; `length` is tokens in a window (None: default)."""
 
     length: int | None
     batch: int
@@ -52,24 +52,24 @@ class How:
     notes: list[str] = field(default_factory=list)
 
     def note(self, line: str) -> None:
-        """Keep a line, and say it."""
+        """Store a note and report it to the listener."""
         self.notes.append(line)
         self.listener.say(line)
 
     def load(self, checkpoint: Checkpoint) -> Any:
-        """Return the model of a checkpoint."""
+        """Return the loaded model of a checkpoint."""
         self.listener.say(f"loading {checkpoint.name}")
         return checkpoint.load(dtype=self.dtype, device=self.device, say=self.note)
 
     def of(
         self, rows: Sequence[ModelScores[CellT]], window: int | None, prompts: Sequence[str] = ()
     ) -> Evaluation[CellT]:
-        """Return what was found by it."""
+        """Return an evaluation with these rows, and with these settings and notes."""
         return Evaluation(tuple(rows), window, self.dtype, self.device, tuple(self.notes), tuple(prompts))
 
 
 def check_predicts(model: Checkpoint) -> None:
-    """Raise BadInput for an encoder, and for a classification model."""
+    """Raise BadInput for an encoder or a classification model."""
     if model.is_encoder or model.is_classifier:
         raise BadInput(
             f"{printable(model.name)}: {'an encoder' if model.is_encoder else 'a classifier'}, which predicts no next"
@@ -86,9 +86,10 @@ def evaluate_texts(
     answer_tokens: int,
     kl: bool,
 ) -> Evaluation[SourceScores]:
-    """Score every model on every text and have it answer every prompt, one model in memory at a time.
+    """Score every model on every text, and let it answer every prompt; one model is in memory at a time.
 
-    Either may be empty. Raises BadInput where a model cannot be loaded, or a prompt leaves no room for an answer.
+    `texts` or `prompts` may be empty. Raises BadInput where a model cannot be loaded, or a prompt leaves no room for an
+    answer.
     """
     for model in models:
         check_predicts(model)
@@ -119,7 +120,7 @@ def _with_kl(
     cut_texts: Mapping[str, Windows],
     how: How,
 ) -> list[ModelScores[SourceScores]]:
-    """Return the rows with KL(first ‖ model), where both have the same tokens."""
+    """Return the rows with KL(first ‖ model) added, where both models have the same tokens."""
     first, found = models[0].load(dtype=how.dtype, device=how.device), []
     for row, checkpoint in zip(rows, models[1:], strict=True):
         sources = row.sources
@@ -138,7 +139,7 @@ def _with_kl(
 
 
 def _encoded(prompts: Sequence[str], model: Checkpoint, tokens: int, how: How) -> EncodedPrompts:
-    """Return the prompts as the model reads them, and note which answers its context cuts."""
+    """Return the prompts as the model's tokens, and note which answers its context shortens."""
     encoded = encode_prompts(prompts, model, tokens=tokens)
     for number, most in enumerate(encoded.most, 1):
         if most < tokens:
@@ -149,7 +150,7 @@ def _encoded(prompts: Sequence[str], model: Checkpoint, tokens: int, how: How) -
 
 
 def _cut(texts: Sequence[HeldOut], models: Sequence[Checkpoint], window: int, how: How) -> list[dict[str, Windows]]:
-    """Return the windows of each model: the first one's own where the tokens are the same."""
+    """Return the windows of each model; models with the first model's tokens share its windows."""
     first = models[0]
     windows = [cut(texts, first, length=window)]
     _note_documents(windows[0], window, how)
@@ -172,7 +173,7 @@ def narrowest_of(models: Sequence[Checkpoint]) -> Checkpoint:
 
 
 def _window(models: Sequence[Checkpoint], how: How) -> int:
-    """Tokens in the longest sequence: the same for all models, so that all predict from the same context."""
+    """Return the tokens in the longest window, equal for all models, so that all predict from the same context."""
     narrowest = narrowest_of(models)
     context = narrowest.context or sys.maxsize
     if how.length is not None and how.length > context:
@@ -258,9 +259,9 @@ def evaluate_labels(
     texts: Sequence[HeldOut],
     how: How,
 ) -> Evaluation[LabelScores]:
-    """Judge every model on every source, one model in memory at a time.
+    """Score every model on every labelled source; one model is in memory at a time.
 
-    Texts are cut at `length` tokens (None: the smallest context, at most 2048). Raises BadInput where a model is no
+    Texts are cut at `how.length` tokens (None: the smallest context, at most 2048). Raises BadInput where a model is no
     classifier, has other labels than the texts or than the first model, or cannot be loaded.
     """
     for model in models:

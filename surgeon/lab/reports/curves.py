@@ -1,4 +1,4 @@
-"""Learning and forgetting: losses by source, from manifests' training runs or from a log."""
+"""Curves of learning and forgetting: losses by source, from training runs in manifests or from a log."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from surgeon.errors import BadInput, printable
 from surgeon.lab.reports.history import History
 
 MAX_LOG_BYTES = 64_000_000
-# The name of a source's held-out loss in a trainer's log.
+# Prefix and suffix of a source's held-out loss in a trainer's log.
 _BEFORE, _AFTER = "eval_", "_loss"
-# A page's labels are placed beside one another.
+# The most sources in a log: the page places their labels next to each other.
 _MOST_SOURCES = 200
-# The most lengths of prefixes that are shown of a gate.
+# The most lengths of prefixes that are shown for a gate.
 _LENGTHS = 16
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses on one source, in nats a token, by step."""
+    """The losses on one source by step, in nats a token."""
 
     source: str
     points: tuple[tuple[int, float], ...]
@@ -34,9 +34,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class GateActivity:
-    """The shares of held-out tokens on which a domain gate was open once a run had fitted it.
+    """The shares of held-out tokens for which a domain gate was open, measured after a run had fitted it.
 
-    `shares` maps roles (new, original) to the share of all tokens, `by_length` lengths of prefixes to such maps.
+    `shares` maps roles (new, original) to the share over all tokens. `by_length` maps lengths of prefixes to such maps.
     """
 
     shares: Mapping[str, float]
@@ -44,7 +44,7 @@ class GateActivity:
 
     @classmethod
     def of(cls, figures: Mapping[str, Any] | None) -> GateActivity | None:
-        """From a manifest, whose figures need not be shares; None where it has none of a gate."""
+        """Return a manifest's figures of a gate as shares; None where a role has no valid share over all tokens."""
         if figures is None:
             return None
         lengths = figures.get("by_length")
@@ -58,7 +58,7 @@ class GateActivity:
 
 
 def _shares(entries: Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """Keep the figures that are shares."""
+    """Return the entries whose values are numbers from 0 to 1."""
     return {
         role: float(share)
         for role, share in entries
@@ -68,11 +68,11 @@ def _shares(entries: Iterable[tuple[str, Any]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training run, as a manifest records it.
+    """One training run, as recorded in a manifest.
 
-    `losses` maps sources to held-out losses before and after, `curves` to all that were measured, by step. `changes`
-    maps every tensor that trained, by its name in that surgery's output, to max |Δ| and ‖Δ‖ / ‖before‖ (None: it was
-    zero before). `gate` is what a domain gate did that the run fitted.
+    `losses` maps sources to held-out losses before and after training, `curves` maps them to all measured losses by
+    step. `changes` maps every trained tensor, by its name in the output of that surgery, to max |Δ| and ‖Δ‖ / ‖before‖
+    (None: the tensor was zero before). `gate` describes the domain gate that the run fitted.
     """
 
     surgery: int
@@ -85,7 +85,7 @@ class TrainingRun:
 
     @property
     def unchanged(self) -> tuple[str, ...]:
-        """Tensors that trained and did not change."""
+        """The tensors that trained but did not change."""
         return tuple(name for name, (largest, _) in self.changes.items() if largest == 0)
 
 
@@ -111,15 +111,15 @@ def training_runs(history: History) -> tuple[TrainingRun, ...]:
 
 
 def _points(by_step: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """The losses of a manifest in the order of their steps, without those that are no numbers."""
+    """Return a manifest's losses sorted by step, without those that are not finite."""
     found = ((int(step), loss) for step, loss in by_step.items() if re.fullmatch("[0-9]{1,15}", step))
     return tuple(sorted((step, loss) for step, loss in found if math.isfinite(loss)))
 
 
 def curves_of(runs: Iterable[TrainingRun]) -> tuple[Curve, ...]:
-    """Runs one after the other: a source's losses each time that they were measured.
+    """Return each source's losses over all runs, with the steps of the runs added up.
 
-    Of runs whose manifests have none but those at the beginning and the end, these.
+    A run without recorded curves contributes the losses at its beginning and its end.
     """
     curves: dict[str, list[tuple[int, float]]] = {}
     step = 0
@@ -132,10 +132,10 @@ def curves_of(runs: Iterable[TrainingRun]) -> tuple[Curve, ...]:
 
 
 def read_curves(log: Path) -> tuple[Curve, ...]:
-    """One curve a source, in the order they appear. Raises BadInput, which names the first bad line.
+    """Return one curve per source, in the order of the log. Raises BadInput, which names the first bad line.
 
-    A log is JSON lines of `step`, `source` and `loss`, or the output of `surgeon train --json`. It skips lines
-    without a loss, and losses that are not finite.
+    A log contains JSON lines of `step`, `source` and `loss`, or it is the output of `surgeon train --json`. Lines
+    without a loss, and losses that are not finite, are skipped.
     """
     shown = printable(str(log))
     content = read_given(log, what="log of losses", most=MAX_LOG_BYTES)
@@ -159,7 +159,7 @@ def read_curves(log: Path) -> tuple[Curve, ...]:
 
 
 def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The log's entries with their line numbers (for the output of `surgeon train --json`: their order)."""
+    """Yield the log's entries with line numbers; for the output of `surgeon train --json`, with positions."""
     if content.startswith(b"{\n"):
         record = parse_json_strict(content, file=str(log), max_bytes=MAX_LOG_BYTES, constants=True)
         losses, logged = record.get("losses"), record.get("log")
@@ -180,7 +180,7 @@ def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _losses(entry: dict[str, Any]) -> dict[Any, Any]:
-    """Losses of one entry by source."""
+    """Return the losses of one entry by source."""
     if entry.get("source") is not None and entry.get("loss") is not None:
         return {entry["source"] if isinstance(entry["source"], str) else None: entry["loss"]}
     return {

@@ -1,7 +1,7 @@
-"""`surgeon families`: what is known of model types, or of one base: its kinds of layers, and the operations it takes.
+"""`surgeon families`: what is known of model types, or of one base: its kinds of layers, and the operations it accepts.
 
-The code that would refuse an operation decides whether a base takes it: each operation's examples are drawn on it,
-from headers and config.
+Whether a base accepts an operation is decided by the code that would refuse the operation: each operation's examples
+are drawn on the base, from headers and config.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _NO_NEW_LAYERS = "layers are added to decoders alone"
 
 @dataclass(frozen=True)
 class Families:
-    """The usual model types, each with the operations that are for its kind of model.
+    """The usual model types, each with the operations that accept its kind of model.
 
-    Of every other text decoder that transformers, in the version `derived_by`, can build, the rest is found out.
+    Other text decoders and encoders that transformers, in the version `derived_by`, can build are supported too; their
+    structure is derived.
     """
 
     decoders: Mapping[str, tuple[str, ...]]
@@ -69,10 +70,11 @@ class Families:
 
 @dataclass(frozen=True)
 class KindOfLayer:
-    """Layers of a base that are alike: what silences one, by tensor, or the `refusal` that says why nothing does.
+    """Layers of a base that are alike.
 
-    `experts` is the router by which init `ot_fusion` matches their experts, `unaligned` are the modules that it cannot
-    align; empty where there are none.
+    `silence` maps tensors to the values that make such a layer add exactly zero; `refusal` is the reason where there
+    are none. `experts` is the router by which init `ot_fusion` matches their experts, `unaligned` lists the modules
+    that `ot_fusion` cannot align; both are empty where there are none.
     """
 
     title: str
@@ -85,7 +87,7 @@ class KindOfLayer:
 
 @dataclass(frozen=True)
 class KnownBase:
-    """The knowledge about one base, by `evidence`; its kinds of layers repeat after `period` layers."""
+    """What is known about one base, with the `evidence` for it; kinds of layers repeat after `period` layers."""
 
     base: str
     model_type: str
@@ -100,7 +102,7 @@ class KnownBase:
         return f"KnownBase({self.model_type}, {len(self.kinds)} kinds of layers, takes {', '.join(taken)})"
 
     def takes(self, op: str) -> bool:
-        """Return whether the base takes an operation, with some of its options."""
+        """Return whether the base accepts an operation with some of its example options."""
         return any(trial.op == op and trial.promise is not None for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,9 +122,10 @@ def families(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Families | KnownBase:
-    """Return what is known of all model types, or what is known or derived of `base` (a folder, or a Hub id).
+    """Return what is known about all model types, or about one base (a folder, or a Hub id).
 
-    Headers and config are read alone. Raises BadInput for a base that cannot be read, or of which nothing can be known.
+    Only headers and config are read. Raises BadInput for a base that cannot be read, or about which nothing can be
+    derived.
     """
     if base is None:
         if revision is not None:
@@ -168,7 +171,7 @@ def _kinds(anatomy: Anatomy) -> Iterator[KindOfLayer]:
 
 
 def families_view(found: Families | KnownBase) -> RenderableType:
-    """The usual model types; or one base, its layers by kind, and operation by operation the answer."""
+    """Return a table for the terminal: the usual model types; or one base's kinds of layers and accepted operations."""
     return _overview_view(found) if isinstance(found, Families) else _base_view(found)
 
 
@@ -207,7 +210,7 @@ def _base_view(found: KnownBase) -> RenderableType:
 
 
 def _aligned(kind: KindOfLayer) -> str:
-    """Say what init `ot_fusion` does with such a layer."""
+    """Return, as text, what init `ot_fusion` does with such a layer."""
     matched = f"experts matched by {kind.experts}" if kind.experts else "" if kind.unaligned else "aligns all modules"
     left = f"cannot align {', '.join(kind.unaligned)}" if kind.unaligned else ""
     return "; ".join(filter(None, (matched, left)))
@@ -222,9 +225,9 @@ def _silence(kind: KindOfLayer) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """An operation with the options of one of its `examples`, drawn on a base.
+    """An operation with one of its example options, tried on a base.
 
-    Where the base takes it, `promise` is what it promises there; elsewhere `refusal` is the reason.
+    Where the base accepts it, `promise` is the operation's promise there; elsewhere `refusal` is the reason.
     """
 
     op: str
@@ -236,7 +239,7 @@ class Trial:
 def tried(
     name: str, operation: type[Operation], options: Mapping[str, object], anatomy: Anatomy, folder: CheckpointFolder
 ) -> Trial:
-    """Draw an operation on a base, as a plan of nothing else would."""
+    """Try an operation on a base, in a plan that contains only this operation."""
     try:
         promise = _promise_of(_entry(name, operation, options), anatomy, folder)
     except BadInput as error:
@@ -245,7 +248,7 @@ def tried(
 
 
 def _entry(name: str, operation: type[Operation], options: Mapping[str, object]) -> Operation:
-    """Return an operation with these options. Raises BadInput where they are no entry of a plan."""
+    """Return an operation with these options. Raises BadInput where the options are not valid in a plan."""
     try:
         return operation.model_validate({"op": name, **options})
     except ValidationError as error:
@@ -256,7 +259,7 @@ def _entry(name: str, operation: type[Operation], options: Mapping[str, object])
 
 
 def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder) -> Promise:
-    """Draw an operation on a base, as a plan of it alone would. Raises BadInput for what it would refuse."""
+    """Return the promise of an operation, drawn alone on a base. Raises BadInput where the base refuses it."""
     base = OpenedBase(folder, anatomy, weights=False)
     draft = Draft(anatomy, folder.config, seed=0)
     found = _facts(operation, base)
@@ -270,7 +273,10 @@ def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder
 
 
 def _facts(operation: Operation, base: OpenedBase) -> Facts | None:
-    """What an operation finds out of a base; nothing where that needs weights which are elsewhere."""
+    """Return the facts that an operation needs about a base.
+
+    None where they need weights that are not local, and for an encoder where the operation is only for decoders.
+    """
     if base.anatomy.family.encoder and not operation.on_encoders:
         return None
     try:
@@ -280,7 +286,7 @@ def _facts(operation: Operation, base: OpenedBase) -> Facts | None:
 
 
 def options_text(options: Mapping[str, object]) -> str:
-    """Write the options of an operation as a plan has them."""
+    """Return an operation's options as text, as a plan writes them."""
     return _written(options)[1:-1]
 
 

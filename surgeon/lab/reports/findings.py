@@ -1,6 +1,7 @@
-"""Everything that a report shows of an output, gathered in one place. Runs a model only where that is needed.
+"""Gather everything that a report shows of an output. Models run only where the report needs them.
 
-Where nothing chooses, it shows the losses of the output, and of its base where that is given, on texts.
+Where the output has no routers or gates, the report shows losses on texts, of the output and of its base where that is
+given.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _CELLS = 192
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A transport map, its rows scaled to sum to 1; `cells` hold the largest of square blocks of side `block`."""
+    """A transport map whose rows are scaled to sum to 1; each cell is the maximum of a square block of side `block`."""
 
     name: str
     rows: int
@@ -55,7 +56,7 @@ class HeatMap:
 class Findings:
     """The contents of a report; a field is empty or None where it was not requested or does not apply.
 
-    `name` is the output folder's name, without its path. `verification` is None where no base was given.
+    `name` is the name of the output folder, without its path. `verification` is None where no base was given.
     """
 
     name: str
@@ -87,11 +88,11 @@ class Findings:
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of a report: the base, the texts that models run on, and the files that are read.
+    """The inputs of a report besides the output: the base, the texts for models, and files to read.
 
-    With `base` the static proof runs, with `logits` the models too. `texts` are by their domains' names; `routing` is a
-    record in their place, `log` holds losses, `maps` are names of transport maps. `windows` of `window` tokens are
-    taken of each text.
+    With `base` the static proof runs; with `logits` it also compares the models' logits. `texts` maps names of domains
+    to texts. `routing` is a record that replaces texts, `log` is a file of losses, `maps` lists names of transport
+    maps. `windows` sequences of `window` tokens are taken from each text.
     """
 
     base: str | Path | None
@@ -105,14 +106,14 @@ class Sources:
 
     @property
     def files(self) -> list[tuple[str, Path]]:
-        """The files to be read, each with the word that errors use for it."""
+        """The files to read, each with its description for errors."""
         named = [("text", text) for text in self.texts.values()]
         named += [("routing record", self.routing), ("log of losses", self.log)]
         return [(what, file) for what, file in named if file is not None]
 
 
 def gather(out: Path, sources: Sources, *, device: str, trust_remote_code: bool, listener: Listener) -> Findings:
-    """Read and measure all that the page shows; models run for the proof, for texts and for control blocks.
+    """Read and measure everything that the page shows; models run for the proof, for texts and for control blocks.
 
     Raises BadInput, and PromiseBroken where `verify` cannot run the output.
     """
@@ -166,7 +167,7 @@ def gather(out: Path, sources: Sources, *, device: str, trust_remote_code: bool,
 
 
 def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, listener: Listener) -> tuple[HeatMap, ...]:
-    """Solve for the maps of these names, each once."""
+    """Solve for the named transport maps, each once, and return them as heat maps."""
     found: list[HeatMap] = []
 
     def keep(name: str, matrix: Tensor) -> None:
@@ -180,7 +181,7 @@ def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, liste
 
 
 def _by_blocks(matrix: Tensor) -> tuple[Tensor, int]:
-    """The matrix with its longer side at most `_CELLS`, each cell the largest of a square block, and its side."""
+    """Return the matrix reduced to at most `_CELLS` a side, and the side of a block; a cell is its block's maximum."""
     from torch.nn import functional
 
     block = -(-max(matrix.shape) // _CELLS)
@@ -189,7 +190,7 @@ def _by_blocks(matrix: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class TextLoss:
-    """The scores of one model on one text; `of_base` says that it is the base."""
+    """The scores of one model on one text; `of_base`: the model is the base."""
 
     text: str
     of_base: bool
@@ -211,11 +212,11 @@ def text_losses(
     trust_remote_code: bool,
     listener: Listener,
 ) -> tuple[TextLoss, ...]:
-    """Measure the losses as `surgeon evaluate` does, text by text.
+    """Return the losses that `surgeon evaluate` would measure, text by text.
 
     Args:
         out: the output's folder
-        base: the base's, a row of its own
+        base: the base's folder; it gets rows of its own
         texts: by their names; None is the built-in probe
         window: tokens in each window
         windows: documents of each text; 0: all of it
@@ -230,7 +231,7 @@ def text_losses(
         BadInput: for models that are no causal language models, and for texts that cannot be read
     """
     probe = Path(str(files("surgeon.models") / "probe.txt"))
-    # Names of texts are anybody's; those of sources are not.
+    # A text may have any name, but a source's name is restricted. So sources get other names, which are replaced below.
     opened = open_texts({f"text-{nth}": text or probe for nth, text in enumerate(texts.values())})
     named = [replace(text, name=name) for name, text in zip(texts, opened, strict=True)]
     for nth, text in enumerate(named):

@@ -1,4 +1,4 @@
-"""An output through all its surgeries: the origin of each layer, its grafts, and how many parameters came when."""
+"""The history of an output through all its surgeries: the origin of each layer, its grafts, and parameter counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ Origin = Literal["base", "widened", "changed"] | Made
 
 @dataclass(frozen=True)
 class Mark:
-    """One graft of a layer: `text` in words, `sign` as its letter in the picture, `surgery` that added it (from 1)."""
+    """One graft of a layer: its name `text`, its letters `sign` in the picture, and its surgery's number (from 1).
+
+    `trains` is whether an operation of the last surgery added it.
+    """
 
     kind: str
     sign: str
@@ -37,10 +40,10 @@ class Mark:
 class StackLayer:
     """One layer of the output.
 
-    `base` is its number in the first base, None for one made by surgery number `surgery`, in its operation number
-    `operation`, from the layers `sources` (numbers in this output). `trains`: the layer's own weights train, not only
-    its grafts. A layer of the base whose weights a surgery replaced is `changed`, in the way that `init` says. One with
-    rows or columns beside the base's is `widened`, and `share` of its numbers is new.
+    `base` is the layer's number in the first base, or None where a surgery made the layer: surgery number `surgery`, in
+    its operation number `operation`, from the layers `sources` (numbers in this output). `trains`: the layer's own
+    weights train, not only its grafts. A base layer is `changed` where a surgery replaced its weights; `init` names the
+    way. A base layer is `widened` where it has additional rows or columns; `share` is the new share of its parameters.
     """
 
     index: int
@@ -57,7 +60,7 @@ class StackLayer:
 
 @dataclass(frozen=True)
 class WiderEnd:
-    """A matrix outside the layers that grew, rows × columns; `below`: it holds the embeddings that layer 0 reads."""
+    """A matrix outside the layers that grew, rows × columns; `below`: it contains the embeddings that layer 0 reads."""
 
     name: str
     before: tuple[int, int]
@@ -66,20 +69,20 @@ class WiderEnd:
 
     @property
     def share(self) -> float:
-        """The share of its numbers that the first base does not have."""
+        """The share of its parameters that the first base does not have."""
         return 1 - math.prod(self.before) / math.prod(self.after)
 
 
 @dataclass(frozen=True)
 class History:
-    """The surgeries of an output, and its layers."""
+    """The surgeries of an output, and the origins of its layers."""
 
     lineage: Lineage
     layers: tuple[StackLayer, ...]
 
     @property
     def surgeries(self) -> dict[int, Manifest]:
-        """The manifests by the surgery's number, from 1, oldest first."""
+        """The manifests by the number of the surgery (from 1), oldest first."""
         return dict(enumerate(self.lineage.surgeries, 1))
 
     @property
@@ -89,7 +92,7 @@ class History:
 
 
 def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
-    """Follow every layer back through the lineage. Raises BadInput for a broken one."""
+    """Return the origin of every layer by following the lineage. Raises BadInput for an inconsistent lineage."""
     lineage = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE))
     _check(lineage, folder)
     grafts = grafts_of(folder.config)
@@ -103,7 +106,7 @@ def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
 
 
 def _widened(layers: Sequence[StackLayer], folder: CheckpointFolder, first: Manifest) -> Iterator[StackLayer]:
-    """Mark layers of the base that are larger than they were there, and in no other way changed."""
+    """Yield the layers; unchanged base layers that are larger than in the first base become `widened`."""
     before, after = _numbers(first.base.tensors), _numbers(folder.tensors)
     for layer in layers:
         was = before.get(layer.base, {}) if layer.origin == "base" else {}
@@ -114,13 +117,13 @@ def _widened(layers: Sequence[StackLayer], folder: CheckpointFolder, first: Mani
             continue
         blocks = dict.fromkeys(suffix.partition(".")[0] for suffix in wider)
         share = 1 - sum(was[suffix] for suffix in there) / sum(there.values())
-        # The whole layer is wider where its norms are.
+        # More than two wider blocks: the whole layer is wider, norms included.
         named = "" if len(blocks) > 2 else " and ".join(blocks)
         yield replace(layer, origin="widened", init=f"wider {named}".rstrip(), share=share)
 
 
 def _numbers(tensors: Mapping[str, TensorInfo] | Mapping[str, StoredTensor]) -> dict[int | None, dict[str, int]]:
-    """How many numbers each tensor of each layer has, by suffix."""
+    """Return the number of parameters of each tensor, by layer and suffix."""
     found: dict[int | None, dict[str, int]] = {}
     for name, tensor in tensors.items():
         if (place := layer_of(name)) is not None:
@@ -129,14 +132,14 @@ def _numbers(tensors: Mapping[str, TensorInfo] | Mapping[str, StoredTensor]) -> 
 
 
 def wider_ends(folder: CheckpointFolder, history: History, anatomy: Anatomy) -> tuple[WiderEnd, ...]:
-    """Return the embeddings and the output head that are larger than in the first base, and other such matrices."""
+    """Return embeddings, output head and similar matrices that are larger than in the first base."""
     first = history.lineage.surgeries[0].base.tensors
     grown = [
         (name, (was.shape[0], was.shape[1]), (info.shape[0], info.shape[1]))
         for name, info in folder.tensors.items()
         if layer_of(name) is None and (was := first.get(name)) is not None
         if len(info.shape) == len(was.shape) == 2 and info.numel > math.prod(was.shape)
-        # Where a surgery added layers, a matrix may have got a part for each.
+        # Skip a matrix with a part for each layer, which grows with the number of layers.
         if len(_sizes_since(name, history)) == 1
     ]
     if not grown:
@@ -146,7 +149,7 @@ def wider_ends(folder: CheckpointFolder, history: History, anatomy: Anatomy) -> 
 
 
 def _check(lineage: Lineage, folder: CheckpointFolder) -> None:
-    """Raise BadInput where a manifest contradicts itself, or the last one the weights beside it."""
+    """Raise BadInput where a manifest contradicts itself, or the last manifest contradicts the weights."""
     file = lineage.file
     there = {place[1] for name in folder.tensors if (place := layer_of(name)) is not None}
     if len(lineage.last.layers) != max(there, default=-1) + 1:
@@ -177,7 +180,7 @@ def _layers_with_new_weights(manifest: Manifest) -> set[int]:
 
 
 def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: bool) -> StackLayer:
-    """Walk down from the last surgery until one made the layer, or the first base had it."""
+    """Return the origin of one layer: follow it back to the surgery that made it, or to the first base."""
     surgeries = lineage.surgeries
     brought: dict[str, int] = {}
     here, changed, changed_by = index, "", None
@@ -214,7 +217,7 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
 
 
 def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping[str, int]) -> tuple[Mark, ...]:
-    """Marks of a layer's grafts as the last manifest names them; `brought` are the surgeries, by those names."""
+    """Return the marks of a layer's grafts in the last manifest, `last`; `brought` maps their names to surgeries."""
     kinds = {graft.text: (graft.kind, graft.sign) for graft in grafts}
     return tuple(
         Mark(*kinds.get(graft.text, ("other", "?")), graft.text, brought.get(graft.text), graft.operation is not None)
@@ -226,9 +229,10 @@ def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping
 class Budget:
     """Counts of parameters; tied embeddings count once. `base` + `earlier` + `new` is the whole output.
 
-    `earlier` come from surgeries before the last. `stored_bytes` are those of the files. Of training in the stored
-    dtypes, `gradient_bytes` are the gradients', `optimizer_bytes` those of AdamW's state as `surgeon train` keeps it:
-    two moments in float32, and a float32 master of what is narrower; `optimizer_bytes_of_all` if everything trained.
+    `earlier` counts parameters from surgeries before the last one. `stored_bytes` is the size of all tensors. The other
+    sizes are for training in the stored dtypes: `gradient_bytes` is the size of the gradients; `optimizer_bytes` is the
+    size of AdamW's state in `surgeon train`, which has two moments in float32, and a float32 master for narrower
+    tensors; `optimizer_bytes_of_all` is the same if everything trained.
     """
 
     base: int
@@ -247,9 +251,9 @@ class Budget:
 
 
 def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: History) -> Budget:
-    """Count the output's parameters from its headers, manifest and lineage."""
+    """Return the counts of the output's parameters, from headers, manifest and lineage."""
     counts = {"base": 0, "earlier": 0, "new": 0}
-    # Of what holds a part for each layer, parts are counted where layers were added; none of them trains.
+    # In a tensor with a part for each layer, the parts count for the surgery that added the layers; they do not train.
     fixed = 0
     new: list[TensorInfo] = []
     for name, info in folder.tensors.items():
@@ -278,14 +282,17 @@ def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: Hist
 
 
 def _optimizer_bytes(tensors: Iterable[TensorInfo]) -> int:
-    """Two moments in float32 each, and a float32 master where the tensor is narrower (train/steps/optimizer.py)."""
+    """Return the bytes of AdamW's state: two float32 moments, and a float32 master for narrower tensors.
+
+    The rule is that of train/steps/optimizer.py.
+    """
     return sum(info.numel * (8 if DTYPE_BITS[info.dtype] >= 32 else 12) for info in tensors)
 
 
 def _sizes_since(name: str, history: History) -> list[int]:
-    """The sizes of a tensor outside the layers that holds a part for each: in each state from the first base on.
+    """Return the sizes of a tensor that has a part for each layer, in the first base and after each surgery.
 
-    One for any other tensor.
+    The tensor lies outside the layers. For any other tensor, return a list with one entry.
     """
     surgeries = history.lineage.surgeries
     made = [surgery.new_tensors.get(name) for surgery in surgeries]

@@ -1,4 +1,4 @@
-"""`surgeon inspect`: what a checkpoint is and what was done to it."""
+"""`surgeon inspect`: show what a checkpoint is, and which surgeries and trainings it went through."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint's sizes and family and, if it is an output of surgeon, its manifest.
+    """The result of `inspect`: a checkpoint's sizes and family and, for an output of surgeon, its manifest.
 
-    `anatomy` is None where the folder brings code that is not surgeon's and is not trusted: its layers are not looked
-    at then, as that would run it.
+    `anatomy` is None where the folder brings foreign code that is not trusted: analysing its layers would run that
+    code.
     """
 
     path: Path
@@ -72,16 +72,16 @@ class Inspection:
 
 
 def inspect(checkpoint: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Inspection:
-    """Show a checkpoint's family and sizes, its surgeries, its new tensors, and any code that it brings.
+    """Return a checkpoint's family and sizes, its surgeries, its new tensors, and any code that it brings.
 
-    `checkpoint` is a folder, or `user/name[@revision]` on the Hub, of which headers and small files alone are read.
-    Code that is not surgeon's and that the model needs is named; nothing of it runs without `trust_remote_code`. Raises
-    BadInput for a broken checkpoint.
+    `checkpoint` is a folder, or `user/name[@revision]` on the Hub, from which only headers and small files are read.
+    Foreign code that the model needs is named; none of it runs without `trust_remote_code`. Raises BadInput for a
+    broken checkpoint.
     """
     try:
         opened = open_headers(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
     except ForeignCode:
-        # To open a folder runs nothing of it; to take its layers apart would.
+        # Opening a folder runs no foreign code; analysing its layers would.
         opened = open_headers(checkpoint, revision=revision, trust_remote_code=True)
     a_look = opened.code == "foreign" and not trust_remote_code
     manifest = manifest_of(opened) if opened.manifest is not None else None
@@ -99,7 +99,7 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None, trust_remote
 
 
 def inspection_view(inspection: Inspection) -> RenderableType:
-    """Family and sizes, then base, operations, grafts and training."""
+    """Return a table for the terminal: family and sizes, then base, operations, grafts and training."""
     anatomy, folder = inspection.anatomy, inspection.folder
     facts = FittedTable(headings=False)
     facts.add_row("family", printable(inspection.model_type))
@@ -129,7 +129,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
 
 
 def _add_operations(facts: FittedTable, manifest: Manifest) -> None:
-    """Add the base, what was done to it, and by whom."""
+    """Add rows about the base, the operations on it, and the version of surgeon."""
     facts.add_row("base", printable(at_revision(manifest.base.id, manifest.base.revision)))
     facts.add_row("base's digest", manifest.base_digest)
     facts.add_row("promise", promise_of(manifest.promise, trained=bool(manifest.training)))
@@ -149,7 +149,7 @@ def _add_operations(facts: FittedTable, manifest: Manifest) -> None:
 
 
 def _add_layers(facts: FittedTable, manifest: Manifest) -> None:
-    """Add which layers are new, and which carry grafts."""
+    """Add rows that show which layers are new, and which layers have grafts."""
     new_layers = [index for index, layer in enumerate(manifest.layers) if layer.base is None]
     if new_layers:
         facts.add_row("new layers", show(new_layers))
@@ -162,7 +162,7 @@ def _add_layers(facts: FittedTable, manifest: Manifest) -> None:
 
 
 def _add_training(facts: FittedTable, manifest: Manifest) -> None:
-    """Add the runs, what they changed of the base, and a merged adapter."""
+    """Add rows about the training runs, the changed base tensors, and a merged adapter."""
     for run in manifest.training:
         losses = ", ".join(
             f"{printable(name)} {before:.4f} → {after:.4f}" for name, (before, after) in run.losses.items()

@@ -1,4 +1,4 @@
-"""Measurements in an output's weights and states: adapters' singular values, the distance of control branches."""
+"""Measurements of an output's weights and states: singular values of adapters, and distances of control branches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from surgeon.models.tokenizer import open_tokenizer
 from surgeon.runtime.adapters_rules import ADAPTER
 from surgeon.runtime.rules import BRANCH
 
-# A spectrum takes time cubic in the width: in deep models, layers are chosen evenly.
+# The most layers with a spectrum, whose time is cubic in the width; layers are chosen evenly.
 _LAYERS = 8
 _GATE = f"{ADAPTER}gate_proj.weight"
 
-# Table 6 of the paper, one row a category (family relations repeat the first); each pair becomes a sentence.
+# Table 6 of the paper, one row per category (family relations repeat the first row); each pair becomes a sentence.
 PAIRS = (
     "king:queen, man:woman, actor:actress, waiter:waitress, uncle:aunt, nephew:niece",
     "swim:swam, fly:flew, see:saw, go:went, walking:walked, swimming:swam",
@@ -38,7 +38,7 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Singular values over the largest, in falling order: of the adapter's W_g and its layer's own gating matrix."""
+    """Singular values divided by the largest, descending: of an adapter's W_g and of its layer's own gating matrix."""
 
     layer: int
     in_branch: bool
@@ -48,10 +48,11 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The last token's states of both branches of one layer, over all sentences.
+    """How far the two branches of one layer's control block agree, by the last token's states over all sentences.
 
-    `cosine` and `distance` (Euclidean) are means between the branches; `norm` is the pre-trained states' mean length.
-    `points` are (pre-trained x, y, expanded x, y), a sentence each, on the two main axes of this layer's states.
+    `cosine` and `distance` (Euclidean) are means between the branches; `norm` is the mean length of the pre-trained
+    states. `points` contains (pre-trained x, y, expanded x, y) for each sentence, on the two main axes of this layer's
+    states.
     """
 
     layer: int
@@ -63,7 +64,7 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Probing:
-    """Alignments by layer, or, in `missing`, why there are none."""
+    """The alignments by layer; or, in `missing`, the reason why there are none."""
 
     layers: tuple[Alignment, ...]
     sentences: tuple[str, ...]
@@ -71,7 +72,7 @@ class Probing:
 
 
 def gate_spectra(folder: CheckpointFolder, anatomy: Anatomy, listener: Listener) -> tuple[Spectrum, ...]:
-    """Spectra of at most eight adapters, spread evenly over the layers (Neutral Residues, Figure 3)."""
+    """Return spectra of at most eight adapters, spread evenly over the layers (Neutral Residues, Figure 3)."""
     adapters = [
         (layer, inner)
         for layer, grafts in enumerate(anatomy.grafted)
@@ -87,7 +88,7 @@ def gate_spectra(folder: CheckpointFolder, anatomy: Anatomy, listener: Listener)
         part, rows = _gate_part(anatomy, layer)
         adapter = _read(folder, anatomy.grafted[layer][f"{inner}{_GATE}"].name)
         own = anatomy.grafted[layer] if inner else anatomy.layers[layer]
-        # Experts have no one gating matrix.
+        # A layer with experts has no single gating matrix.
         backbone = _spectrum(_read(folder, own[f"{inner}{part}"].name)[rows]) if part else ()
         found.append(Spectrum(layer, bool(inner), _spectrum(adapter), backbone))
         listener.advance(1)
@@ -95,7 +96,7 @@ def gate_spectra(folder: CheckpointFolder, anatomy: Anatomy, listener: Listener)
 
 
 def _gate_part(anatomy: Anatomy, layer: int) -> tuple[str, slice]:
-    """The tensor that holds a layer's gating matrix, and which rows of it are the matrix; no name where none does."""
+    """Return the tensor that contains a layer's gating matrix, and the matrix's rows in it; else an empty name."""
     for part in anatomy.kinds[anatomy.kind_of[layer]].parts:
         start = 0
         for role, rows in part.blocks:
@@ -111,7 +112,10 @@ def _read(folder: CheckpointFolder, name: str) -> Tensor:
 
 
 def _spectrum(matrix: Tensor) -> tuple[float, ...]:
-    """From the Gram matrix of the shorter side, in float64, where squaring loses nothing visible in a picture."""
+    """Return the singular values divided by the largest; empty for a zero matrix.
+
+    They come from the Gram matrix of the shorter side in float64, where squaring loses nothing visible in a picture.
+    """
     wide = matrix.double()
     gram = wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
     values = torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flip(0)
@@ -120,15 +124,15 @@ def _spectrum(matrix: Tensor) -> tuple[float, ...]:
 
 
 def sentences() -> tuple[str, ...]:
-    """The probe sentences."""
+    """Return the probe sentences."""
     pairs = (pair.partition(":") for row in PAIRS for pair in row.split(", "))
     return tuple(f"{first} is to {second}" for first, _, second in pairs)
 
 
 def branch_alignment(folder: CheckpointFolder, device: str, listener: Listener) -> Probing:
-    """Run the probe sentences through the checkpoint and compare the branches of its control blocks.
+    """Run the probe sentences through the checkpoint, and compare the branches of its control blocks.
 
-    Control LLM, appendix B, Figures 3 and 8. Raises BadInput where the checkpoint cannot be loaded.
+    Source: Control LLM, appendix B, Figures 3 and 8. Raises BadInput where the checkpoint cannot be loaded.
     """
     probes = sentences()
     tokenizer, why_not = open_tokenizer(folder.path)
@@ -142,7 +146,7 @@ def branch_alignment(folder: CheckpointFolder, device: str, listener: Listener) 
     listener.begin("probe sentences", len(ids), "sentences")
     heard: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for name, layer in model.named_modules():
-        # Whatever its type calls the list of layers.
+        # Find layers by number, because model types name their list of layers differently.
         number = name.rpartition(".")[2]
         if number.isdecimal() and getattr(layer, "interpolator", None) is not None:
             layer.interpolator.register_forward_hook(_recorder(heard.setdefault(int(number), [])))
@@ -165,7 +169,7 @@ def _alignment(layer: int, states: list[tuple[Tensor, Tensor]]) -> Alignment:
     pretrained = torch.stack([p for p, _ in states])
     expanded = torch.stack([e for _, e in states])
     both = torch.cat((pretrained, expanded))
-    # Principal components in two dimensions; where the branches agree, their points lie on each other.
+    # Two principal components; where the branches agree, their points coincide.
     _, _, axes = torch.linalg.svd(both - both.mean(0), full_matrices=False)
     flat = (both - both.mean(0)) @ axes[:2].T
     half = len(states)

@@ -1,4 +1,4 @@
-"""A loaded model that records what its routers and gates choose, text by text."""
+"""A loaded model that records what its routers and gates choose on each text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from surgeon.models.load import load_model, running
 from surgeon.models.outputs import auto_class, check_window, load_encoder
 from surgeon.models.tokenizer import Tokenizer
 
-# How many tokens of each text are kept one by one, to colour them by slot (PMoE, Figure 5).
+# How many tokens of each text are recorded singly, to colour them by slot (PMoE, Figure 5).
 _EXAMPLES = 256
 _BATCH = 4
 
@@ -33,7 +33,7 @@ _BATCH = 4
 def observer_of(
     folder: CheckpointFolder, anatomy: Anatomy, window: int, device: str, say: Callable[[str], None]
 ) -> Observer:
-    """The checkpoint's model, loaded to be observed. Raises BadInput where nothing in it chooses."""
+    """Load the checkpoint's model for observation. Raises BadInput where it has no routers or gates."""
     if anatomy.family.encoder:
         auto = auto_class(folder.config)
         model = load_encoder(folder, device=device, auto=auto)
@@ -50,7 +50,7 @@ def observer_of(
 
 
 def _decoder(model: Any, stack: str) -> Any:
-    """The text decoder of an upcycled model, whose layers are called `stack`: it may be one of several parts."""
+    """Return the text decoder inside an upcycled model; the attribute `stack` contains its layers."""
     return next(module for module in model.modules() if hasattr(module, "surgery") and hasattr(module, stack))
 
 
@@ -59,7 +59,7 @@ class Observer:
 
     def __init__(self, model: Any, *, encoder: bool) -> None:
         self.model = model
-        # From the code that was loaded with the checkpoint, which need not be the installed one.
+        # Take Flow from the code that was loaded with the checkpoint, which may differ from the installed code.
         self._flow = sys.modules[type(model).__module__].Flow
         stack = getattr(model, "stack", "layers")
         trunk = model.base_model if encoder else _decoder(model, stack)
@@ -73,7 +73,7 @@ class Observer:
         self.sites: tuple[Site, ...] = tuple(surgery.of["states"].sites) if routed else ()
         self._gates: dict[str, list[Tensor]] = {}
         self._loudness: dict[str, list[Tensor]] = {}
-        # Of routed experts by layer: how many tokens took each, and the sum of its weights.
+        # For each layer with routed experts: how many tokens took each expert, and the sum of its weights.
         self._experts: dict[str, tuple[Tensor, Tensor]] = {}
         for layer, module in enumerate(() if encoder else getattr(trunk, stack)):
             self._observe(str(layer), module)
@@ -82,11 +82,11 @@ class Observer:
 
     @property
     def chooses(self) -> bool:
-        """True where the model has routers or gates."""
+        """Whether the model has routers or gates."""
         return bool(self.router or self.sites or self._gates or self._experts)
 
     def run(self, ids: Tensor, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> TextChoices:
-        """Run one text's windows (windows, window) and return the choices; `advance` counts windows."""
+        """Run the windows of one text, of shape (windows, window), and return the choices; `advance` counts windows."""
         for heard in (self._gates, self._loudness):
             for parts in heard.values():
                 parts.clear()
@@ -97,7 +97,7 @@ class Observer:
         states = torch.zeros(len(self.sites), len(self.sites), dtype=torch.float64)
         for batch in torch.split(ids, _BATCH):
             flow = self._flow()
-            # A file where nothing is to be recorded has no such field.
+            # Code without anything to record has no such field; setting it has no effect there.
             flow.records_choices = True
             with torch.inference_mode(), running(self.model):
                 self.model(batch, **self._asked, surgery_flow=flow)

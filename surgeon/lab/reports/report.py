@@ -1,4 +1,4 @@
-"""`surgeon report`: one self-contained page about an output."""
+"""`surgeon report`: one HTML page about an output that needs no other files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from surgeon.lab.reports.findings import Findings, Sources, gather
 
 @dataclass(frozen=True)
 class Reported:
-    """The page that a report wrote, and its findings."""
+    """The result of `report`: the page that was written, and the findings that it shows."""
 
     html: Path | None
     findings: Findings
@@ -34,7 +34,7 @@ class Reported:
             `html`: the page that was written, or null
             `name`, `model_type`, `dtypes`, `promise`, `budget`, `layers`, `ends`, `notes`: the output
             `verification`, `routing`: as of `verify` and `routing_report`, or null
-            `losses`: where nothing chooses, by `text` and `model` (base, output), scores as of `evaluate`
+            `losses`: without routers and gates: by `text` and `model` (base, output), scores as of `evaluate`
             `maps`, `heat_maps`, `spectra`, `probing`, `runs`, `curves`: the numbers behind the figures
         """
         return {"html": None if self.html is None else str(self.html), **self.findings.to_json()}
@@ -56,15 +56,15 @@ def report(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reported:
-    """Report on an output, as one page; where it has control blocks, run Control LLM's probe sentences.
+    """Report on an output, as one page; for an output with control blocks, run Control LLM's probe sentences.
 
     Args:
         out: the output's folder
         html: the page to write, which needs no network
         base: the base's folder, against which the static proof runs
-        logits: compare logits with the base's too
-        texts: by their domains' names, texts on which choices of routers and gates are recorded; losses, where nothing
-            chooses
+        logits: also compare logits with the base's
+        texts: by their domains' names, texts on which choices of routers and gates are recorded; losses, where the
+            output has no routers or gates
         routing: a file with such a record, in place of texts
         log: losses, JSON lines of step, source and loss
         maps: names of transport maps to draw
@@ -75,7 +75,7 @@ def report(
         listener: gets progress and notes
 
     Returns:
-        the page, and what it shows; a check that fails is among it
+        the page and its contents, including checks that fail
 
     Raises:
         BadInput: where an option or file is wrong
@@ -109,7 +109,7 @@ def _check(sources: Sources, page: Path | None) -> None:
 
 
 def check_place(html: Path) -> None:
-    """Raise BadInput, before any work, where the page cannot be written there."""
+    """Raise BadInput, before any work, where the page cannot be written to `html`."""
     check_new_name(html)
     shown = printable(str(html))
     if html.is_dir():

@@ -1,8 +1,8 @@
-"""`surgeon routing-report`: what routers and gates of a grafted checkpoint choose, by layer and site, on several texts.
+"""`surgeon routing-report`: record what routers and gates of a grafted checkpoint choose on several texts.
 
-One forward pass over each text records: PMoE's router (its distribution over slots, Figures 3 to 5 of the paper),
-Mixture-of-Control's routing (which control states each site takes, Figures 4 to 12), the share of tokens that take each
-of a layer's routed experts, gates of adapters (how open, how loud: Neutral Residues, section 3) and the share α of
+One forward pass over each text records the distribution over slots of PMoE's router (Figures 3 to 5 of the paper), the
+control states that each site takes in Mixture-of-Control (Figures 4 to 12), the share of tokens that take each routed
+expert of a layer, how open and how loud the gates of adapters are (Neutral Residues, section 3), and the share α of
 expanded branches (Control LLM).
 """
 
@@ -30,12 +30,15 @@ from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
 from surgeon.lab.reports.routing_record import ExpertChoices, NothingChooses, RoutingReport, TextChoices, read_routing
 
-# Of a layer's experts so many are named.
+# The most experts of a layer that are named.
 _MOST_NAMED = 8
 
 
 def _check_record_place(to: Path) -> None:
-    """Raise BadInput, before any work, where the record would replace anything but an earlier record."""
+    """Raise BadInput, before any work, where the record cannot be written to `to`.
+
+    A file there may be replaced only if it is an earlier record.
+    """
     check_new_name(to)
     shown = printable(str(to))
     if not to.absolute().parent.is_dir():
@@ -50,7 +53,11 @@ def _check_record_place(to: Path) -> None:
 def _opened(
     out: Path, texts: Mapping[str, Path | None], to: Path | None, listener: Listener, *, trust_remote_code: bool
 ) -> tuple[CheckpointFolder, Anatomy]:
-    """Open the output once texts and the record's place are checked. Raises BadInput, for one without grafts too."""
+    """Check the texts and the record's place, then open the output.
+
+    Raises BadInput for a text, a place or an output that cannot be used, and NothingChooses for an output without
+    grafts.
+    """
     if to is not None:
         _check_record_place(to)
     for text in texts.values():
@@ -123,7 +130,7 @@ def routing_report(
 
 
 def routing_view(report: RoutingReport) -> RenderableType:
-    """Slots by text; the control states and experts each text uses most; gates by text."""
+    """Return tables for the terminal: slots, control states and experts that each text uses most, and gates."""
     parts: list[RenderableType] = []
     if report.router is not None:
         parts += [Text(f"router above {report.router.layer} layers: mean weight of each slot"), _slot_rows(report)]

@@ -1,4 +1,4 @@
-"""The choices of routers and gates as a record, which `surgeon routing-report --to` writes and `report` reads."""
+"""The record of what routers and gates choose: `surgeon routing-report --to` writes it and `report` reads it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Site = tuple[Index, Literal["attention", "ffn"]]
 
 
 class NothingChooses(BadInput):
-    """An output without routers and gates whose choices could be recorded."""
+    """The error for an output that has no routers and gates whose choices could be recorded."""
 
 
 class _Entry:
-    """A record's part; its annotations are what a file of it must hold, and nothing more."""
+    """The base class of a record's parts; a file must contain exactly the annotated fields."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
 @dataclass(frozen=True)
 class RouterChoices(_Entry):
-    """PMoE's router on one text: mean weight of each slot, share of tokens it is the largest for, and some tokens.
+    """PMoE's router on one text: mean weight of each slot, share of tokens that prefer each slot, and some tokens.
 
-    `examples` are (token, its slot of largest weight).
+    `examples` contains pairs (token, its slot of largest weight).
     """
 
     mean: tuple[Share, ...]
@@ -44,9 +44,9 @@ class RouterChoices(_Entry):
 
 @dataclass(frozen=True)
 class GateChoices(_Entry):
-    """A gate on one text: its mean value (α of an interpolator), and the share of tokens for which it is zero.
+    """A gate on one text: its mean value (α for an interpolator), and the share of tokens for which it is zero.
 
-    `loudness` is the mean of what an adapter adds, ‖·‖₁ over the width; None for an interpolator.
+    `loudness` is the mean of ‖output‖₁ / width of an adapter; None for an interpolator.
     """
 
     mean: Number
@@ -56,7 +56,7 @@ class GateChoices(_Entry):
 
 @dataclass(frozen=True)
 class ExpertChoices(_Entry):
-    """Routed experts of one layer on one text: the share of tokens that take each expert, and its mean weight."""
+    """Routed experts of one layer on one text: for each expert, the share of tokens that take it, and mean weight."""
 
     tokens: Annotated[tuple[Share, ...], Field(min_length=1)]
     weight: tuple[Share, ...]
@@ -85,7 +85,7 @@ class TextChoices(_Entry):
 
 @dataclass(frozen=True)
 class RouterPlace(_Entry):
-    """A router: the number of layers below it, and its slots."""
+    """The place of a router: the number of layers below it, and its number of slots."""
 
     layer: Index
     slots: Annotated[int, Field(ge=1, le=10_000)]
@@ -93,9 +93,9 @@ class RouterPlace(_Entry):
 
 @dataclass(frozen=True)
 class RoutingReport(_Entry):
-    """The choices of routers and gates, text by text; `sites` are (layer, block) of the control states.
+    """The choices of routers and gates on each text; `sites` lists (layer, block) of the control states.
 
-    `surgeon_routing` is the version of the format in which it is written.
+    `surgeon_routing` is the version of the file format.
     """
 
     surgeon_routing: Literal[1]
@@ -109,7 +109,7 @@ class RoutingReport(_Entry):
 
     @property
     def slots(self) -> int:
-        """The number of slots that the router weighs; 0 without one."""
+        """The number of the router's slots; 0 without a router."""
         return self.router.slots if self.router else 0
 
     @property
@@ -119,11 +119,11 @@ class RoutingReport(_Entry):
 
     @property
     def routed(self) -> bool:
-        """True where layers have routed experts."""
+        """Whether layers have routed experts."""
         return any(text.experts for text in self.texts.values())
 
     def most_used(self, text: TextChoices, most: int) -> str:
-        """The control states that get most of a text's weight, with their shares of it, as words."""
+        """Return, as text, the control states with most of a text's weight, and their shares of it."""
         sums = [sum(row[state] for row in text.states) for state in range(len(self.sites))]
         total = sum(sums) or 1.0
         order = sorted(range(len(sums)), key=lambda state: -sums[state])[:most]
@@ -143,7 +143,7 @@ class RoutingReport(_Entry):
 
 
 def read_routing(file: Path) -> RoutingReport:
-    """The report in `file`. Raises BadInput, which names the first thing that is missing or wrong."""
+    """Return the report in `file`. Raises BadInput, which names the first thing that is missing or wrong."""
     shown = printable(str(file))
     content = read_given(file, what="routing record", most=_MAX_BYTES)
     try:

@@ -1,10 +1,11 @@
-"""Entropies of transport maps: how widely neurons correspond to their neighbours' (OpT-DeUS, section 7.3, Table 8).
+"""Entropies of transport maps: how many neurons each neuron corresponds to (OpT-DeUS, section 7.3, Table 8).
 
-For each inserted layer and each module, the transport problem of Algorithm 1 is solved between the base layer below
-and the new layer, and between the new layer and the base layer above, its cost taken of the rows as they stand, as the
-algorithm is printed: after T_in, the map of gate and up beside a layer whose attention output is zero would be uniform
-whatever the layer is. It reports the entropy of T: in nats, at most
-log(n·m), where every neuron corresponds to every other equally. This compares layers of any initialisation.
+For each inserted layer and each module, the transport problem of Algorithm 1 is solved twice: between the base layer
+below and the new layer, and between the new layer and the base layer above. The cost uses the rows as stored, as the
+algorithm is printed. After the transformation T_in, the map of gate and up next to a layer whose attention output is
+zero would be uniform for every layer. The report gives the entropy of the map T in nats. Its maximum is log(n·m), where
+every neuron corresponds equally to every neuron of the other layer. Layers of any initialisation can be compared in
+this way.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODULES = ("query", "key", "value", "output", "gate", "up", "down")
-# Those of a layer's experts, and one of them by the name of its map.
+# The modules of a layer's experts, and the name of one expert's map.
 _OF_EXPERTS = ("expert gate", "expert up", "expert down")
 _EXPERT = re.compile(r"experts\.\d{1,6}\.(?P<role>\w+)")
-# How a manifest names the maps of new layers.
+# The names of new layers' maps in a manifest.
 _LABEL = re.compile(
     r"operations\[(?P<operation>\d{1,6})\]\.(?P<place>after\[(?P<gap>\d{1,6})\]\.(?P<nth>\d{1,6}))\.(?P<module>[\w.]+)"
 )
@@ -52,11 +53,11 @@ _LABEL = re.compile(
 
 @dataclass(frozen=True)
 class MapReport:
-    """One transport map: between inserted layer `layer` and its neighbour, a base layer `below` or `above` it.
+    """One transport map: between inserted layer `layer` and its neighbour, the base layer `below` or `above` it.
 
-    `entropy` is in nats, in the checkpoint itself; `trained` the same in the trained checkpoint;
-    `uniform` the largest possible. Marginal errors are L1 distances from uniform. Of experts, those of the upper layer
-    are counted: `experts.5.gate`.
+    `entropy` is measured in the checkpoint, `trained` in the trained checkpoint, `uniform` is the largest possible; all
+    are in nats. Marginal errors are L1 distances from uniform. Maps of experts are numbered by the experts of the upper
+    layer: `experts.5.gate`.
     """
 
     layer: int
@@ -77,16 +78,17 @@ class MapReport:
 
     @property
     def group(self) -> str:
-        """The module, the same for all experts."""
+        """The module's name, the same for all experts."""
         return _group(self.module)
 
 
 @dataclass(frozen=True)
 class MapFact:
-    """One map that was solved to make a layer, between the two layers it was fused from.
+    """One map that was solved when a layer was made, between the two layers that were fused.
 
-    `module` is the same for all experts. `layer` is the made layer's number in this output, as text (its label where
-    that is not known). `entropy` is in nats, at most `uniform`. Errors are L1 distances of T's marginals from uniform.
+    `module` is the same for all experts. `layer` is the new layer's number in this output, as text (its label where the
+    number is not known). `entropy` is in nats, at most `uniform`. Errors are L1 distances of T's marginals from
+    uniform.
     """
 
     layer: str
@@ -101,7 +103,7 @@ class MapFact:
 
 @dataclass(frozen=True)
 class TransportReport:
-    """The maps of a checkpoint."""
+    """The transport maps of a checkpoint."""
 
     maps: tuple[MapReport, ...]
 
@@ -111,13 +113,16 @@ class TransportReport:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Those that have maps, in the order of a layer, after its spaces (latents, heads); all experts' as one."""
+        """The modules that have maps: first spaces (latents, heads), then modules in the order of a layer.
+
+        All experts count as one.
+        """
         groups = dict.fromkeys(found.group for found in self.maps)
         spaces = [group for group in groups if group not in (*MODULES, *_OF_EXPERTS)]
         return (*spaces, *(module for module in (*MODULES, *_OF_EXPERTS) if module in groups))
 
     def mean(self, module: str, *, trained: bool = False) -> float | None:
-        """Entropy of a module's maps, mean over inserted layers, both neighbours and all experts; None without any."""
+        """Return the mean entropy of a module's maps over layers, neighbours and experts; None without maps."""
         found = [m.trained if trained else m.entropy for m in self.maps if m.group == module]
         values = [value for value in found if value is not None]
         return sum(values) / len(values) if values else None
@@ -145,7 +150,8 @@ def transport_report(
 ) -> TransportReport:
     """Solve for the transport maps of inserted layers, and report their entropies (Table 8).
 
-    Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06).
+    The solver's settings come from the operation that fused the layers; for other layers they are those of Algorithm 1
+    (reg 0.06).
 
     Args:
         out: the output's folder
@@ -182,14 +188,14 @@ def see_maps(
     device: str,
     listener: Listener,
 ) -> None:
-    """Solve for an output's maps and call `see` with those of these names. Raises BadInput for a name of no map."""
+    """Solve for an output's maps, and call `see` for each map in `maps`. Raises BadInput for a name that is no map."""
     drawn = _drawn(folder)
     _check_names(maps, [name for couplings in drawn for name in couplings])
     _solve(folder, drawn, devices.resolve(device), listener.say, maps, see)
 
 
 def _drawn(folder: CheckpointFolder) -> list[dict[str, Coupling]]:
-    """Return the maps of each inserted layer and neighbour. Raises BadInput where there are none."""
+    """Return the maps of each inserted layer and neighbour. Raises BadInput where there are no maps."""
     pairs = _pairs(layer_history(folder, manifest_of(folder)))
     if not pairs:
         raise BadInput(
@@ -206,7 +212,7 @@ def _drawn(folder: CheckpointFolder) -> list[dict[str, Coupling]]:
 
 
 def _map_report(name: str, found: Mapping[str, Any], after: Mapping[str, Any] | None) -> MapReport:
-    """Return what was found of a map, `after` training too."""
+    """Return the report of one map; `after` is its result after training."""
     layer, neighbour, module = name.split(".", 2)
     return MapReport(
         layer=int(layer),
@@ -219,9 +225,9 @@ def _map_report(name: str, found: Mapping[str, Any], after: Mapping[str, Any] | 
 
 
 def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, object]]]:
-    """Return, by inserted layer and neighbour, lower and upper layer of the pair, and the settings to solve it with.
+    """Return (inserted layer, neighbour, lower layer, upper layer, solver settings) for each pair.
 
-    In a chain of surgeries these are the layers that any of them inserted, at their present place.
+    In a chain of surgeries, the inserted layers of all surgeries are included, with their numbers in the last output.
     """
     plans = {
         number: recorded_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan
@@ -250,7 +256,7 @@ def _group(module: str) -> str:
 def _draw(
     folder: CheckpointFolder, layer: int, neighbour: str, lower: int, upper: int, settings: Mapping[str, object]
 ) -> dict[str, Coupling] | None:
-    """The maps between two layers, by name; None where these are of two kinds."""
+    """Return the maps between two layers, by name; None where the layers are of different kinds."""
     draft = Draft(dissect_folder(folder), folder.config, seed=0)
     draft.layers = [draft.layers[lower], draft.layers[upper]]
     if not draft.kind_of(0).is_like(draft.kind_of(1)):
@@ -278,7 +284,7 @@ def _solve(
     seen: Sequence[str] = (),
     see: Callable[[str, Tensor], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Reports of all maps by name; each pair's maps are freed before the next pair's are solved."""
+    """Solve all maps, and return their reports by name; the maps of one pair are freed before the next pair."""
     from surgeon.writing.compute import Evaluator
 
     found: dict[str, dict[str, Any]] = {}
@@ -291,7 +297,7 @@ def _solve(
             solved = evaluator.map_of(MapRef(name))
             if see is not None and name in seen:
                 see(name, solved.matrix())
-            if _EXPERT.search(name):  # nothing is made with it
+            if _EXPERT.search(name):  # no other map needs it
                 evaluator.forget([name])
             if coupling.groups is None:
                 found[name] = evaluator.maps.reports[name]
@@ -307,7 +313,7 @@ def _check_names(given: Sequence[str], names: list[str]) -> None:
 
 
 def map_facts(history: History) -> tuple[MapFact, ...]:
-    """Return every map of every known surgery, oldest first. Incomplete entries of a manifest are left out."""
+    """Return every map that the manifests record, oldest surgery first; incomplete entries are left out."""
     found: list[MapFact] = []
     for surgery, manifest in history.surgeries.items():
         numbers, places = _numbers(manifest), history.lineage.layers(surgery)
@@ -319,7 +325,7 @@ def map_facts(history: History) -> tuple[MapFact, ...]:
                 index = numbers.get((int(label["operation"]), label["place"]))
                 layer = label["place"] if index not in places else str(places[index])
                 module = _group(label["module"])
-            if "partners" in recorded:  # which expert is which, not a map between neurons
+            if "partners" in recorded:  # a matching of experts, not a map between neurons
                 continue
             if (fact := _fact(layer, module, recorded)) is not None:
                 found.append(fact)
@@ -327,7 +333,10 @@ def map_facts(history: History) -> tuple[MapFact, ...]:
 
 
 def _numbers(manifest: Manifest) -> dict[tuple[int, str], int]:
-    """Layers by (operation, place in its labels): an operation's labels, in order, are its new layers, in order."""
+    """Return layer numbers by (operation, place in its labels).
+
+    The labels of an operation, sorted, match its new layers in order.
+    """
     labels: dict[int, set[tuple[int, int, str]]] = {}
     for name in manifest.transport_maps:
         if label := _LABEL.fullmatch(name):
@@ -363,7 +372,7 @@ def _fact(layer: str, module: str, recorded: dict[str, Any]) -> MapFact | None:
 
 
 def transport_view(report: TransportReport) -> RenderableType:
-    """A row for each module: entropies, the largest possible, and the worst marginal error of its maps."""
+    """Return a table with a row for each module: entropies, the largest possible, and the worst marginal error."""
     table = FittedTable("module")
     after = any(found.trained is not None for found in report.maps)
     for column in ("entropy (nats)", *(["after training"] if after else []), "at most", "iterations", "L1 error"):

@@ -1,1 +1,1 @@
-"""Compare ways of learning new text without forgetting: fair frontiers of finished runs."""
+"""Compare ways of learning new text without forgetting, by fair frontiers of finished runs."""

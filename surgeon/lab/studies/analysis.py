@@ -1,4 +1,7 @@
-"""What finished runs say: frontiers, differences to full fine-tuning, what remedies give, and papers' claims."""
+"""Compute the results of a study from its finished runs.
+
+The results are frontiers, differences from full fine-tuning, effects of remedies, and verdicts on papers' claims.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,14 @@ from surgeon.lab.studies.frontier import (
 from surgeon.lab.studies.records import Record, losses_of
 from surgeon.lab.studies.schedule import Run, rates_of, runs_left
 
-# By text, numbers of its held-out documents.
+# By text, the indices of some of its held-out documents.
 Documents = Mapping[str, Sequence[int]]
 
-# How often documents are drawn for the interval over them.
+# Bootstrap draws for the interval over documents.
 _DRAWS = 100
 
-# A row that learns less than this share of what the best one does has no area: the others' would be of hardly any loss.
+# A row that learns less than this share of what the best row learns has no area. With it, areas of the other rows would
+# cover hardly any range of losses.
 _LEARNED = 0.1
 
 
@@ -46,7 +50,7 @@ def find(
     records: Mapping[Run, Record],
     names: tuple[list[str], list[str]],
 ) -> Findings:
-    """What the records say. `start` is the base's own, `names` those of the new and the original texts."""
+    """Return the results of a study; `start` is the base's record, `names` are those of new and original texts."""
     study = loaded.config
     by_byte = _other_tokens(start, records)
     choosing, reported = parted(study, start)
@@ -100,9 +104,9 @@ def find(
 
 
 def parted(study: Study, start: Record) -> tuple[Documents | None, Documents | None]:
-    """By text, the documents by which runs are chosen, and those that are reported; None: all for both.
+    """Return, by text, the documents that choose runs and the documents whose losses are reported; None: all for both.
 
-    Those that choose lie evenly among all, which are in the order of their file.
+    The documents for choosing are spread evenly over all documents, which are in the order of their file.
     """
     assert start.measured is not None
     if not study.choosing:
@@ -111,7 +115,7 @@ def parted(study: Study, start: Record) -> tuple[Documents | None, Documents | N
     choosing, reported = {}, {}
     for name, loss in start.measured.items():
         count, many = loss.documents, round(loss.documents * part)
-        # Of one document there are no parts.
+        # One document cannot be divided: it is used for both.
         some = {nth * count // many for nth in range(many)} if many else {0}
         choosing[name], reported[name] = sorted(some), sorted({*range(count)} - some) or [0]
     return choosing, reported
@@ -123,9 +127,9 @@ def _over_documents(
     reported: Documents | None,
     again: Callable[[Documents], list[Remedied]],
 ) -> list[Remedied]:
-    """The remedies with the bootstrap's intervals over documents, seeds and the choice of runs as they are.
+    """Return the remedies with bootstrap intervals over documents (Efron 1979); seeds and runs stay fixed.
 
-    Documents of each text are drawn with replacement, and the difference is worked out by `again` (Efron 1979).
+    Documents of each text are drawn with replacement, and `again` computes the differences on each draw.
     """
     import numpy as np
 
@@ -141,13 +145,13 @@ def _over_documents(
 
 
 def _kl(record: Record, new: Sequence[str]) -> float | None:
-    """KL(base ‖ run) in nats a token, in the mean over the new texts; None where it was not measured on each."""
+    """Return the mean KL(base ‖ run) over the new texts in nats a token; None unless each text has one."""
     found = [each.kl for name in new if record.measured is not None and (each := record.measured[name]).kl is not None]
     return fmean(found) if found and len(found) == len(new) else None
 
 
 def _other_tokens(start: Record, records: Mapping[Run, Record]) -> bool:
-    """Whether some run predicts other tokens of the same text than the base does."""
+    """Return whether some run predicts a different number of tokens on the same text than the base."""
     assert start.measured is not None
     return any(
         source.tokens != start.measured[name].tokens
@@ -158,7 +162,7 @@ def _other_tokens(start: Record, records: Mapping[Run, Record]) -> bool:
 
 
 def _nat(start: Record, names: tuple[list[str], list[str]]) -> float:
-    """How many bits a byte of the base's text one nat a token is."""
+    """Return how many bits a byte equal one nat a token, for the base on the study's texts."""
     bits, nats = (math.fsum(losses_of(start, names, by_byte=by_byte)) for by_byte in (True, False))
     return bits / nats
 
@@ -166,9 +170,9 @@ def _nat(start: Record, names: tuple[list[str], list[str]]) -> float:
 def judge(
     made: Sequence[Row], claims: Sequence[Claim], corner: Pair, nat: float = 1.0
 ) -> tuple[list[Row], list[Judged]]:
-    """The rows beside full fine-tuning, and the claims, with verdicts corrected for all differences of the page.
+    """Return the rows compared with full fine-tuning, and the judged claims; all verdicts are corrected together.
 
-    `corner` are the base's losses, in a unit of which `nat` are one nat a token.
+    `corner` contains the base's losses. `nat` is the value of one nat a token in the unit of `corner`.
     """
     limits = _limits(made, corner, nat)
     rows, claimed = _beside_full(made, corner, limits), _claimed(claims, made, limits)
@@ -180,9 +184,10 @@ def judge(
 
 
 def _limits(rows: Sequence[Row], corner: Pair, nat: float) -> Pair:
-    """How much of the new and of the original loss two frontiers must both cover, for their difference to be judged.
+    """Return the smallest common ranges, of new and of original loss, on which two frontiers get a verdict.
 
-    It is a part of what full fine-tuning covers of it (all rows, where there is none), and `nat` says what a nat is.
+    Each is a share of the range that full fine-tuning covers on that axis (that all rows cover, where there is no full
+    fine-tuning), but at least a fixed number of nats a token, which `nat` converts to the unit.
     """
     full = [row for row in rows if row.kind == "full"] or list(rows)
     points = [point for row in full for frontier in _frontiers(row) for point in frontier]
@@ -192,7 +197,7 @@ def _limits(rows: Sequence[Row], corner: Pair, nat: float) -> Pair:
 
 
 def _beside_full(made: Sequence[Row], corner: Pair, limits: Pair) -> list[Row]:
-    """The rows, each beside full fine-tuning with the same remedy, and their areas."""
+    """Return the rows with their differences from full fine-tuning with the same remedy, and with their areas."""
     full = {row.remedy: row for row in made if row.kind == "full"}
     level = _level(made, corner)
     rows = []
@@ -202,7 +207,7 @@ def _beside_full(made: Sequence[Row], corner: Pair, limits: Pair) -> list[Row]:
             shared = common_range(row.mean_frontier(), peer.mean_frontier())
             found = {"against": between(row, peer, limits), "beaten": _beaten(row, peer), "shared": shared}
         frontiers = _frontiers(row)
-        # Of a seed more that stopped short the row has no area either: a mean would be of other losses.
+        # Where one seed does not reach `level`, the row has no area: its mean would cover fewer losses.
         whole = level is not None and all(frontier[0][0] <= level for frontier in frontiers)
         areas = [area(frontier, corner, level) for frontier in frontiers] if whole and level is not None else []
         rows.append(replace(row, **found, area=interval(areas)))
@@ -210,7 +215,7 @@ def _beside_full(made: Sequence[Row], corner: Pair, limits: Pair) -> list[Row]:
 
 
 def _beaten(row: Row, other: Row) -> int:
-    """How many runs of a row a run of another with the same seed beats on both axes."""
+    """Return how many runs of `row` lose on both axes to a run of `other` with the same seed."""
     return sum(
         any(
             peer.seed == point.seed and peer.new < point.new and peer.original < point.original for peer in other.points
@@ -220,9 +225,9 @@ def _beaten(row: Row, other: Row) -> int:
 
 
 def _level(rows: Sequence[Row], corner: Pair) -> float | None:
-    """The new loss that every row reaches which learns something; beyond it an area would be of other things for each.
+    """Return the lowest new loss that all rows reach, without the rows that hardly learn; areas begin there.
 
-    None where nothing was learned.
+    Below it, areas of different rows would cover different losses. None where no row learned anything.
     """
     reached = [max(frontier[0][0] for frontier in frontiers) for row in rows if (frontiers := _frontiers(row))]
     lowest = min(reached, default=math.inf)
@@ -244,7 +249,7 @@ def _rows(
     losses: Mapping[Run, Pair],
     point: Callable[[Run, float], Point],
 ) -> list[Row]:
-    """The row of an entry; and where its runs were blended with what they began with, another of runs and blends."""
+    """Return the row of a method with a remedy, and where there are blends a second row of its runs and blends."""
     of_row = sorted(
         (run for run in records if (run.method, run.remedy) == (method.called, remedy.name)),
         key=lambda run: (run.rate, run.seed),
@@ -252,7 +257,7 @@ def _rows(
     several = len({each.name for _, each in study.entries}) > 1 or bool(study.blend)
     found = []
     for shares in ([1.0], *([[1.0, *study.blend]] if study.blend else ())):
-        # Of a run that diverged there is no blend.
+        # A run that diverged has no blend.
         points = tuple(point(run, s) for s in shares for run in of_row if s == 1.0 or records[run].at(s) is not None)
         blended = len(shares) > 1
         if blended and all(each.share == 1.0 for each in points):
@@ -280,12 +285,16 @@ def _rows(
 
 
 def _pairs(one: Row, other: Row) -> list[tuple[list[Pair], list[Pair]]]:
-    """Return the frontiers of two rows by seed, of the seeds that both have."""
+    """Return the frontiers of two rows for each seed that both rows have."""
     return [(one.frontier(seed), other.frontier(seed)) for seed in sorted({*one.seeds()} & {*other.seeds()})]
 
 
 def between(one: Row, other: Row, limits: Pair, *, on: str = "forgets") -> Apart:
-    """The difference of two rows' frontiers, seed by seed: in original loss at equal new loss, or (learns) turned."""
+    """Return the difference of two rows' frontiers, computed for each seed that both rows have.
+
+    With `on` "forgets" it is the difference in original loss at equal new loss; with "learns" it is the difference in
+    new loss at equal original loss.
+    """
     found, widths = [], []
     for mine, theirs in _pairs(one, other):
         if on == "learns":
@@ -301,7 +310,10 @@ def between(one: Row, other: Row, limits: Pair, *, on: str = "forgets") -> Apart
 
 
 def _claimed(claims: Sequence[Claim], rows: Sequence[Row], limits: Pair) -> list[tuple[Claim, str, Apart]]:
-    """Every claim with every remedy that both of its methods were tried with, or with those that it names."""
+    """Return every claim with each pair of rows that it compares.
+
+    A claim compares its two methods under each remedy that both have, or under the remedies that the claim names.
+    """
     found = []
     for claim in claims:
         pairs = [(one, other) for one in _named(rows, claim.better) for other in _named(rows, claim.worse)]
@@ -316,9 +328,10 @@ def _claimed(claims: Sequence[Claim], rows: Sequence[Row], limits: Pair) -> list
 
 
 def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedied]:
-    """Every method with each remedy beside itself with the first one; blends also beside its blends and their own runs.
+    """Return comparisons of every method's remedies with its first remedy.
 
-    `corner` are the base's losses, in a unit of which `nat` are one nat a token; verdicts are corrected together.
+    A row of blends is also compared with the first remedy's blends and with its own unblended runs. `corner` contains
+    the base's losses, `nat` is the value of one nat a token in their unit. Verdicts are corrected together.
     """
     found, limits = [], _limits(rows, corner, nat)
     for method in dict.fromkeys(row.method for row in rows):
@@ -326,7 +339,7 @@ def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedi
         for row in own[1:]:
             peers = [own[0]]
             if row.blended:
-                # Blends beside blends: what a remedy gives where both sides are blended.
+                # Compare blends with blends: the effect of a remedy where both sides are blended.
                 peers += [each for each in own[1:] if each.remedy == f"{own[0].remedy}{BLENDED}" and each is not row]
                 peers += [each for each in own[1:] if row.remedy == f"{each.remedy}{BLENDED}"]
             found += [_beside_itself(row, other, corner) for other in peers]
@@ -342,7 +355,7 @@ def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
         if (shared := common_range(mine, theirs)) is not None:
             forgets.append((mean_height(mine, shared) - corner[1], mean_height(theirs, shared) - corner[1]))
             widths.append(shared[1] - shared[0])
-    # Where the other forgets nothing there is no part of it.
+    # Where the other row forgets nothing, a share of its forgetting is not defined.
     shares = [ours / its for ours, its in forgets] if all(its > 0 for _, its in forgets) else []
     return Remedied(
         method=row.method,
@@ -364,7 +377,7 @@ def _named(rows: Sequence[Row], name: str) -> list[Row]:
 
 
 def _missing(study: Study, losses: Mapping[Run, Pair]) -> list[str]:
-    """Runs that are left, a line for each row and seed; seeds whose rates are not known yet."""
+    """Return the runs that are left, a line per row and seed; for seeds whose rates are unknown, a line per row."""
     by_row: dict[tuple[str, str, int], list[float]] = {}
     for run in runs_left(study, losses):
         by_row.setdefault((run.method, run.remedy, run.seed), []).append(run.rate)

@@ -1,8 +1,8 @@
-"""`--minutes`: how much of a study there is time for, so that what is made of it compares every row alike.
+"""`--minutes`: how much of a study fits into the time, such that all rows are still compared alike.
 
-A study that does not fit loses seeds first, and then rates, those at the ends first: fewer seeds leave a comparison
-unsure, while a row that lacks its rate is compared unfairly. So runs are made in rounds (schedule.py), and a round that
-does not fit is not begun.
+Where time is short, seeds are left out first, then rates, starting with the rates at the ends: fewer seeds only make a
+comparison less certain, while a row that lacks its best rate is compared unfairly. So runs are made in rounds
+(schedule.py), and a round that does not fit does not begin.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from surgeon.errors import BadInput
 from surgeon.lab.studies.schedule import Round, Run
 
 SECONDS_FILE = "seconds.jsonl"
-# By so many steps a run's time is judged; the first ones are slower than others.
+# A run's time is estimated from this many steps; the first steps are slower than later ones.
 _STEPS_TO_JUDGE = 5
 
 
 @dataclass
 class Budget:
-    """How long a call may take (None: as long as it takes), and how long runs took: in this call, and in earlier ones.
+    """The time limit of a call in `minutes` (None: no limit), and the times of runs, in this call and in earlier calls.
 
-    Times are wall seconds; `at_once` runs are made at a time, and those of rounds that were begun are `allowed`.
+    Times are wall-clock seconds. `at_once` is the number of parallel runs. `allowed` contains the runs of the rounds
+    that have begun.
     """
 
     minutes: float | None
@@ -40,36 +41,36 @@ class Budget:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known how long a run takes."""
+        """Whether the time of at least one run is known."""
         return bool(self.made or self.earlier)
 
     @property
     def spent(self) -> float:
-        """Seconds of this call so far."""
+        """Seconds since this call began."""
         return time.monotonic() - self.begun
 
     @property
     def left(self) -> float:
-        """Seconds that are left."""
+        """Seconds that are left; infinite without a limit."""
         return math.inf if self.minutes is None else 60 * self.minutes - self.spent
 
     @property
     def each(self) -> float:
-        """Seconds that a run takes: in the mean of this call, else as the fastest of earlier ones; 0: nothing known."""
+        """Seconds per run: the mean in this call, else the fastest of earlier calls; 0 where no time is known."""
         if self.made:
             return fmean(self.made)
         return min(self.earlier, default=0.0)
 
     def needed(self, runs: int) -> float:
-        """Seconds that so many more runs take."""
+        """Return the seconds that `runs` further runs take."""
         return math.ceil(runs / self.at_once) * self.each
 
     def fits(self, runs: int) -> bool:
-        """Whether so many more runs would end in time."""
+        """Return whether `runs` further runs would end in time."""
         return self.needed(runs) <= self.left
 
     def check(self) -> None:
-        """Raise BadInput where no run fits, as far as it is known."""
+        """Raise BadInput where not even one run fits, as far as its time is known."""
         if self.fits(1) and self.left > 0:
             return
         if self.is_known:
@@ -81,7 +82,10 @@ class Budget:
         )
 
     def allow(self, rounds: Iterable[Round], busy: Collection[Run]) -> list[Run]:
-        """The runs that may begin now, beside those that are under way: of rounds that are begun, or fit as a whole."""
+        """Return the runs that may begin now, without runs in progress.
+
+        They come from rounds that have begun, or that fit into the remaining time as a whole.
+        """
         found: list[Run] = []
         for runs, begun in rounds:
             waiting = [run for run in runs if run not in busy]
@@ -93,10 +97,10 @@ class Budget:
         return found if self.fits(1) else []
 
     def expected(self, rounds: Sequence[tuple[int, int]], waiting: int) -> str:
-        """After the first run: how long the others take, or what there is time for, and what is left out.
+        """Return the message after the first run: how long the others take, or how many fit and what is left out.
 
         Args:
-            rounds: of each round that is left its seed, and how many runs.
+            rounds: (seed, number of runs) of each round that is left.
             waiting: how many rows have no run so far.
         """
         runs = [count for _, count in rounds]
@@ -116,7 +120,7 @@ class Budget:
 
 
 def left_out(rounds: Sequence[tuple[int, int]]) -> str:
-    """What is left out of a study, seed by seed; of the first one rates, those at the ends."""
+    """Return how many runs of each seed are left out, as text."""
     by_seed: dict[int, int] = {}
     for seed, runs in rounds:
         by_seed[seed] = by_seed.get(seed, 0) + runs
@@ -125,9 +129,9 @@ def left_out(rounds: Sequence[tuple[int, int]]) -> str:
 
 
 class Deadline(Quiet):
-    """The listener of the first run of a study: ends it as soon as it is known that it would end too late.
+    """A listener for a study's first run that stops the run as soon as it is clear that the run would end too late.
 
-    `minutes` is what was given, of which so many `seconds` are left.
+    `minutes` is the given limit, `seconds` the part of it that is left.
     """
 
     def __init__(self, minutes: float, seconds: float) -> None:
@@ -137,12 +141,12 @@ class Deadline(Quiet):
         self.steps = self.done = 0
 
     def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
-        """Of the stage that makes steps, note how many they are."""
+        """Store the number of steps where the stage counts steps."""
         self.steps, self.done = (total if unit == "steps" else 0), 0
         self.before = time.monotonic()
 
     def advance(self, count: int) -> None:
-        """Count the steps. Raises BadInput where all of them take longer than is left."""
+        """Count steps. Raises BadInput where all steps would take longer than the time that is left."""
         self.done += count
         if self.done < min(_STEPS_TO_JUDGE, self.steps) or not self.steps:
             return
@@ -157,7 +161,7 @@ class Deadline(Quiet):
 
 
 def earlier_seconds(work: Path) -> tuple[float, ...]:
-    """How long the runs of earlier calls took in this work folder; a line that says nothing is left out."""
+    """Return the times of runs of earlier calls in this work folder; lines that cannot be read are skipped."""
     found = []
     try:
         lines = (work / SECONDS_FILE).read_text(encoding="utf-8").splitlines()
@@ -174,10 +178,10 @@ def earlier_seconds(work: Path) -> tuple[float, ...]:
 
 
 def minutes_for(seconds: float) -> int:
-    """Whole minutes that are enough."""
+    """Return the number of whole minutes that is enough for the seconds."""
     return math.floor(seconds / 60) + 1
 
 
 def duration(seconds: float) -> str:
-    """As people say it."""
+    """Return the time as text, in seconds or minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"

@@ -1,4 +1,4 @@
-"""`surgeon compare`: ways of learning new text on a base, compared by fair frontiers of finished runs."""
+"""`surgeon compare`: compare ways of learning new text on a base, by the frontiers of finished runs."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ if TYPE_CHECKING:
 
 PAGE_FILE, RESULTS_FILE, WORK_FOLDER, KEPT_FOLDER = "comparison.html", "results.json", "work", "runs"
 
-# Of a base's bytes: weights, masters, moments and gradients in float32, activations; and what a process needs anyway.
+# Memory of a run: this multiple of the base's bytes (weights; masters, moments and gradients in float32; activations),
+# and this many bytes for the process itself.
 _TIMES_BASE, _A_PROCESS = 16, 1_500_000_000
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A study's results in the folder `path`: the page, the same as JSON, and its runs, which it goes on from.
+    """A study's results in the folder `path`: the page, results.json, and the records that a later call continues.
 
-    `made` runs were made by this call, in `seconds` each in the mean (None: none was).
+    `made` is the number of runs that this call made, `seconds` their mean time (None: no run was made).
     """
 
     path: Path
@@ -57,11 +58,11 @@ class Compared:
 
     @property
     def page(self) -> Path:
-        """The page."""
+        """Path of the HTML page."""
         return self.path / PAGE_FILE
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`: `results.json`, with what depends on this call.
+        """Return plain data for `--json`: the content of `results.json`, and facts about this call.
 
         Keys:
             `path`, `page`, `made`, `seconds`: of this call, and not in `results.json`: the folder; the page; new runs;
@@ -92,11 +93,12 @@ def compare(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Compared:
-    """Compare the methods of a study on `base`, each by finished runs, and write what was found into a folder.
+    """Compare the methods of a study on `base` by finished runs, and write the results into a folder.
 
-    Every run is `train`'s, and measured by `evaluate` on held-out text; rates extend by themselves. The same call goes
-    on where it was cut off, and one with more methods, rates or seeds keeps what is there. All runs lie in
-    runs.jsonl.gz, from which alone the call goes on.
+    Every run is made as `train` makes it, and measured on held-out text as `evaluate` measures. Learning rates are
+    added while the best rate lies at an end. The same call continues where an earlier call was interrupted. A call with
+    more methods, rates or seeds keeps the finished runs. All results of runs are in runs.jsonl.gz, and a call can
+    continue from that file only.
 
     Args:
         study: The study's file, or the name of a shipped one.
@@ -104,22 +106,22 @@ def compare(
         results: The folder of the page and the records.
         overrides: Values that replace the study's: `steps=100`.
         new: Texts to learn (files, or `NAME=FILE`), in place of the study's.
-        original: Texts of what must not be forgotten, in place of the study's.
+        original: Texts that must not be forgotten, in place of the study's.
         replayed: Texts to replay, in place of the study's.
-        minutes: Leave out what does not fit, for all rows alike: seeds first, then the rates at the ends.
-        jobs: Runs at a time; None: as cores, memory and GPUs allow.
+        minutes: The time limit. What does not fit is left out for all rows alike: seeds first, then rates at the ends.
+        jobs: Runs at a time; None: as many as cores, memory and GPUs allow.
         keep: Whether trained models are kept once they are measured.
-        take_over: Whether what this user did not write in this place counts.
+        take_over: Whether records count that this user did not write in this place.
         revision: Branch, tag or commit of a Hub id.
         device: auto, cpu or cuda.
         trust_remote_code: Whether the base's own code may run.
         listener: Receives progress and notes.
 
     Returns:
-        What was found, how many runs this call made, and in how many seconds each.
+        The results, the number of runs that this call made, and their mean time in seconds.
 
     Raises:
-        BadInput: The study, its texts or the base are not as they must be; also what `train` raises.
+        BadInput: The study, its texts or the base are not valid; also the errors of `train`.
     """
     listener = listener or Quiet()
     _check_options(device, jobs, minutes)
@@ -139,7 +141,7 @@ def compare(
 
 
 def _check_options(device: str, jobs: int | None, minutes: float | None) -> None:
-    """Raise BadInput for a device or a number that there is not, and under torchrun."""
+    """Raise BadInput for a device that is not allowed, a number that is not positive and finite, and under torchrun."""
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: runs take auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
     devices.check(device)
@@ -151,20 +153,20 @@ def _check_options(device: str, jobs: int | None, minutes: float | None) -> None
 
 
 def _fitted(loaded: LoadedStudy, base: Checkpoint, target: Path, *, trust_remote_code: bool) -> LoadedStudy:
-    """Return the study with what it leaves out chosen for the base.
+    """Return the study with the settings chosen that its file leaves open because they depend on the base.
 
-    Raises BadInput where the base, the folder of results or a method's plan does not allow it.
+    Raises BadInput where the base, the folder of results or a method's plan does not allow the study.
     """
     _check_base(base, loaded)
     loaded = suited(loaded, base)
     _check_place(target, base)
-    # Every run is of the commit that was read here, whatever becomes of a branch.
+    # Every run uses the commit that was read here, even if the branch moves later.
     _check_plans(loaded, base.name, base.revision, trust_remote_code=trust_remote_code)
     return loaded
 
 
 def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compared:
-    """Make the runs that are left, `jobs` at a time, and write what all of them say."""
+    """Make the runs that are left, `jobs` at a time, and write the page and results.json from all finished runs."""
     from surgeon.lab.studies.study import Course
     from surgeon.lab.studies.workers import Here, Processes
 
@@ -179,7 +181,7 @@ def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compar
                 with workers:
                     course.carry_out(workers)
             finally:
-                # Cut short or refused half-way, what is finished can be looked at.
+                # Finished runs are shown even where the study was interrupted or failed.
                 if course.begun:
                     write_study(target, course.findings())
             return Compared(
@@ -217,7 +219,10 @@ def _check_base(base: Checkpoint, loaded: LoadedStudy) -> None:
 
 
 def _check_place(target: Path, base: Checkpoint) -> None:
-    """Raise BadInput where no results can be put: on a file, in the base, beside files that are none of a study."""
+    """Raise BadInput where results cannot be written to `target`.
+
+    It must not be a file, overlap the base's folder, or contain files that belong to no study; its parent must exist.
+    """
     shown = printable(str(target))
     if target.exists() and not target.is_dir():
         raise BadInput(f"{shown}: a file; RESULTS is a folder, give another name")
@@ -234,7 +239,7 @@ def _check_place(target: Path, base: Checkpoint) -> None:
 
 
 def _make_kept(folder: Path) -> None:
-    """Make the folder of the runs that are kept. Raises BadInput where it, or a run in it, is elsewhere."""
+    """Make the folder for kept runs. Raises BadInput where this folder, or an entry in it, is a symbolic link."""
     if not folder.is_symlink():
         folder.mkdir(exist_ok=True)
     for path in (folder, *sorted(folder.iterdir())):
@@ -245,7 +250,7 @@ def _make_kept(folder: Path) -> None:
 
 
 def _check_plans(loaded: LoadedStudy, base: str | Path, revision: str | None, *, trust_remote_code: bool) -> None:
-    """Raise BadInput with every plan that this base does not allow."""
+    """Raise BadInput that lists every plan that does not fit this base."""
     wrong = []
     for name, plan in loaded.plans.items():
         try:
@@ -263,7 +268,7 @@ def _gpus() -> int:
 
 
 def _jobs(base: Checkpoint, gpus: int) -> int:
-    """As many runs as there are GPUs, or cores and memory for."""
+    """Return how many runs to make at a time: the number of GPUs, or what CPU cores and free memory allow."""
     if gpus:
         return gpus
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -279,7 +284,11 @@ _CAPTION = "held-out loss, {unit}; each row's run with the smallest sum of both;
 
 
 def compared_view(compared: Compared) -> RenderableType:
-    """What full fine-tuning beats, a row for each frontier, claims, the advice, and what is still to be made."""
+    """Return the study's results for the terminal.
+
+    These are: what full fine-tuning beats, a row for each frontier, remedies, claims, notes, the advice, and missing
+    runs.
+    """
     found = compared.findings
     new, original = found.start
     table = FittedTable("method")
@@ -326,7 +335,7 @@ def _interval_cell(found: Interval | None, *, signed: bool = True) -> Text:
 
 
 def _remedied(each: Remedied) -> Text:
-    """How much of what one remedy forgets is forgotten with another."""
+    """Return a sentence that compares how much a method forgets with one remedy and with another."""
     line = Text(printable(f"{each.label}: {each.with_} ", 200))
     if each.apart is None:
         return line.append(f"and {each.beside}: ").append(_interval_words(None), style="dim")

@@ -1,6 +1,6 @@
-"""What a study has found, as the page, the terminal and results.json show it; and its sentences.
+"""The results of a study, as the page, the terminal and results.json show them, and the sentences that summarise them.
 
-These say what full fine-tuning beats, and which run to take.
+The sentences report what full fine-tuning beats, and which run to choose.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from surgeon.lab.studies.config.entries import Claim
 from surgeon.lab.studies.config.schema import Study
 from surgeon.lab.studies.frontier import Apart, Interval, Pair, Verdict, envelope, height
 
-# How the frontier of runs and their blends is named, after the remedy.
+# Suffix of the remedy's name for a row of runs and their blends.
 BLENDED = ", blended"
 
 
 @dataclass(frozen=True)
 class Point:
-    """A finished run: its losses on new and original text, in the result's unit; infinite where it diverged.
+    """A finished run: its losses on new and original text, in the unit of the results; infinite where the run diverged.
 
-    `share` is the run's in its blend with what it began with, `kl` KL(base ‖ run) on new text in nats a token (None: it
-    was not measured), `chosen` the losses on the documents by which runs are chosen (None: by the same ones).
+    `share` is the run's share in its blend with the base (1: no blend). `kl` is KL(base ‖ run) on new text in nats a
+    token (None: not measured). `chosen` contains the losses on the documents that are reserved for choosing runs (None:
+    runs are chosen by `new` and `original`).
     """
 
     rate: float
@@ -39,36 +40,40 @@ class Point:
 
     @property
     def sum(self) -> float:
-        """Both losses together, by which the best run is chosen."""
+        """The sum of both losses, by which the best run is chosen."""
         return math.fsum(self.chosen or (self.new, self.original))
 
     @property
     def shown_rate(self) -> str:
-        """Its rate, and the run's share in a blend."""
+        """The learning rate as text, with the run's share α where the point is a blend."""
         return f"{self.rate:g}" + (f", α {self.share:g}" if self.share != 1.0 else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; `share`, `kl` and `chosen` where they differ from a run of a study without them."""
+        """Return plain data; `share`, `kl` and `chosen` are left out where they have their default values."""
         usual = (("share", 1.0), ("kl", None), ("chosen", None))
         return plain_fields(self, without=[key for key, value in usual if getattr(self, key) == value])
 
 
 def frontier_of(points: Sequence[Point]) -> list[Pair]:
-    """The losses of the points that none beats on both axes, on the documents by which runs are chosen; x ascending."""
+    """Return the losses of the points that no other point beats on both axes, x ascending.
+
+    Points are compared by the losses on the documents for choosing, where there are such documents.
+    """
     kept = {*envelope([point.chosen or (point.new, point.original) for point in points])}
     return sorted({(p.new, p.original) for p in points if (p.chosen or (p.new, p.original)) in kept})
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method with a remedy: its runs, and how its frontier lies beside full fine-tuning's with the same remedy.
+    """A method with a remedy: its runs, and how its frontier compares with full fine-tuning's with the same remedy.
 
-    `against` is the difference in original loss at equal new loss (negative: this one forgets less), None of full
-    fine-tuning itself, and `verdict` what it says of a claim that this one forgets less. `beaten` are the runs that a
-    run of full fine-tuning with the same seed beats on both axes. `area` is that between frontier and the base's
-    corner, over the new losses that all rows reach but those that hardly learn, which have none. `best` has the
-    smallest sum of both losses, seeds in the mean. A `blended` row has the runs of another one and their blends.
-    `steps` are those of a finished run; where runs have equal bytes they differ from row to row.
+    `against` is the difference in original loss at equal new loss (negative: this method forgets less); None for full
+    fine-tuning itself. `verdict` is its verdict on the claim that this method forgets less. `beaten` counts the runs
+    that a run of full fine-tuning with the same seed beats on both axes. `shared` is the range of new losses that both
+    mean frontiers cover. `area` is the area between the frontier and the base's losses, over the new losses that all
+    rows reach; rows that hardly learn are ignored there and have no area. `best` is the point with the smallest sum of
+    both losses, averaged over seeds. A `blended` row contains the runs of another row and their blends. `steps` is the
+    number of steps of a finished run; it differs between rows where all runs have equal bytes.
     """
 
     method: str
@@ -89,11 +94,11 @@ class Row:
 
     @property
     def runs(self) -> int:
-        """How many runs were made for it."""
+        """The number of runs that were made for this row."""
         return 0 if self.blended else len(self.points)
 
     def seeds(self) -> list[int]:
-        """Seeds with a point that is finite."""
+        """Return the seeds that have a finite point."""
         return sorted({point.seed for point in self.points if math.isfinite(point.new)})
 
     def frontier(self, seed: int) -> list[Pair]:
@@ -101,7 +106,7 @@ class Row:
         return frontier_of([point for point in self.points if point.seed == seed])
 
     def means(self) -> list[Point]:
-        """A point a rate and share, seeds in the mean; rates that some seed still lacks are of those that are there."""
+        """Return one point per rate and share, averaged over the seeds that have finished it; only finite means."""
         found = []
         for rate, share in sorted({(point.rate, point.share) for point in self.points}):
             there = [point for point in self.points if (point.rate, point.share) == (rate, share)]
@@ -115,13 +120,13 @@ class Row:
         return [point for point in found if math.isfinite(point.new) and math.isfinite(point.original)]
 
     def mean_frontier(self) -> list[Pair]:
-        """The envelope of the means."""
+        """Return the frontier of the means over seeds."""
         return frontier_of(self.means())
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A paper's claim, and what the frontiers say: a negative difference is for the claim."""
+    """A paper's claim and its verdict from the frontiers; a negative difference supports the claim."""
 
     claim: Claim
     remedy: str
@@ -131,14 +136,15 @@ class Judged:
 
 @dataclass(frozen=True)
 class Remedied:
-    """A method with one remedy (`with_`) beside itself with another (`beside`), at equal new loss.
+    """A method with one remedy (`with_`) compared with itself with another remedy (`beside`), at equal new loss.
 
-    `forgets` is what each forgets, original loss above the base's, in the mean over the new losses that both cover;
-    `share` the first's part of the second's; `apart` their difference; `reach` the lowest new loss of the first minus
-    the second's (negative: it learns more at its most). `width` is that of the new losses that both cover, seeds in the
-    mean; `documents` the 95 % interval of the mean difference over documents, with these seeds (None: not kept document
-    by document); `verdict` says whether the first forgets less, corrected for all remedies of the study. None where the
-    frontiers have no new loss in common.
+    `forgets` contains, for both remedies, the original loss above the base's, averaged over the new losses that both
+    frontiers cover. `share` is the first divided by the second, `apart` the first minus the second. `reach` is the
+    lowest new loss of the first minus the lowest of the second (negative: the first can learn more). `width` is the
+    width of the range of new losses that both cover, averaged over seeds. `documents` is the 95 % interval of the mean
+    difference over documents, with these seeds (None: losses by document were not kept). `verdict` is about the claim
+    that the first forgets less, corrected together with all remedies of the study. The intervals, except `reach`, and
+    `width` are None where the frontiers have no new loss in common.
     """
 
     method: str
@@ -156,7 +162,7 @@ class Remedied:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that a study has found so far; `missing` says what is still to be made, a line each."""
+    """All results of a study so far; `missing` lists the runs that are still to be made, one line per row and seed."""
 
     base: str
     budget: dict[str, int]
@@ -172,7 +178,7 @@ class Findings:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; numbers that are not finite are texts.
+        """Return plain data; numbers that are not finite are written as strings.
 
         Keys:
             `surgeon_study`, `base`, `budget`, `unit`: version of the format; the model; `steps`, `batch`, `length`,
@@ -180,20 +186,21 @@ class Findings:
             `texts`, `start`: names of the texts, and the base's mean losses, each `new` and `original`
             `rows`: each method with each remedy: `method`, `remedy`, `label`, `kind`, `trained`, `open_end`, `blended`
                 (runs of another row and their blends); `points` (`rate`, `seed`, `new`, `original`, `diverged`; where
-                measured, `share` of the run in a blend, `kl` of base and run on new text, losses `chosen` by);
-                `frontiers` by seed; `best` (`rate`, `share`, `new`, `original`, `kl`:
+                measured, `share` of the run in a blend, `kl` of base and run on new text, `chosen`, the losses by which
+                runs are chosen); `frontiers` by seed; `best` (`rate`, `share`, `new`, `original`, `kl`: the point with
                 the smallest sum); `against_full` and `area`, each `mean`, `half` (null: fewer than three seeds),
-                `seeds`; `shared`, the new losses that it and full fine-tuning reach; `width` of these, seeds in the
-                mean; `verdict` (that it forgets less than full fine-tuning); `beaten`, the runs that full fine-tuning
-                beats on both axes
+                `seeds`; `shared`, the range of new losses that this row and full fine-tuning both reach; `width` of
+                that range, averaged over seeds; `verdict` on the claim that this row forgets less than full
+                fine-tuning; `beaten`, how many runs full fine-tuning beats on both axes
             `remedies`: each method with a second remedy: `method`, `with`, `beside`, `forgets` (both: original loss
                 above the base's at equal new loss), `share`, `apart` and `reach` (difference of the lowest new losses),
-                each as `against_full`; `width` of the new losses that both reach; `verdict` (that the first forgets
-                less); `documents`, the ends of the difference's 95 % interval over documents (null: not kept)
+                each as `against_full`; `width` of the range of new losses that both reach; `verdict` on the claim that
+                the first forgets less; `documents`, the ends of the difference's 95 % interval over documents (null:
+                not kept)
             `claims`: each with `says`, `better`, `worse`, `on`, `paper`, `remedy`, `difference` (as `against_full`),
-                `width` of what both reach of the other axis, `verdict`
+                `width` of the range that both reach on the other axis, `verdict`
             `first`, `advice`: what full fine-tuning beats (or empty); the sentence of advice
-            `missing`, `notes`: runs still to be made, a line for each row; lines for the reader
+            `missing`, `notes`: runs still to be made, a line for each row and seed; lines for the reader
         """
         return {
             "surgeon_study": 1,
@@ -227,9 +234,10 @@ class Findings:
 
 
 def first_sentence(rows: Sequence[Row]) -> str:
-    """What full fine-tuning beats, which is said before anything else; empty where it beats nothing.
+    """Return sentences on what full fine-tuning beats, which are shown before all other results.
 
-    How many runs it beats on both axes says something also where frontiers have no range in common.
+    They are empty where full fine-tuning beats fewer than half of the runs and forgets less than no other row. The
+    number of beaten runs is meaningful even where frontiers have no range in common.
     """
     others = [row for row in rows if row.against is not None and row.best is not None and not row.blended]
     runs, beaten = sum(len(row.points) for row in others), sum(row.beaten for row in others)
@@ -239,7 +247,7 @@ def first_sentence(rows: Sequence[Row]) -> str:
     words = [f"Full fine-tuning with the same remedy beats {beaten} of {runs} runs of other methods on both losses."]
     if more:
         rest = [row for row in others if row not in more]
-        # The shorter list is named; labels have commas of their own.
+        # Name the shorter list. Labels may contain commas, so `;` separates them.
         named = rest if 0 < len(rest) < len(more) else more
         names = ("all but " if named is rest else "") + "; ".join(row.label for row in named)
         words.append(f"It forgets less at equal new loss than {len(more)} of {len(others)}: {names}.")
@@ -251,9 +259,9 @@ def first_sentence(rows: Sequence[Row]) -> str:
 
 
 def advice_of(study: Study, rows: Sequence[Row], corner: Pair) -> str:
-    """The row with the smallest sum of losses, its rate, and what full fine-tuning reaches beside it.
+    """Return the advice: the row with the smallest sum of losses, its rate, and full fine-tuning's result beside it.
 
-    Nothing before every row has a finished run, as the one that lacks might be the best.
+    There is no advice until every row has a finished run, because a row without runs might be the best.
     """
     waiting = [row for row in rows if not row.points]
     if waiting:
@@ -280,7 +288,7 @@ def _sum(point: Point | None) -> float:
 
 
 def _beside(row: Row, point: Point, ranked: Sequence[Row]) -> str:
-    """What full fine-tuning with the same remedy reaches; of full fine-tuning itself, what the best other does."""
+    """Return what full fine-tuning with the same remedy reaches; for full fine-tuning, what the best other row is."""
     peers = [each for each in ranked if each.remedy == row.remedy]
     if row.kind == "full":
         other = next((each for each in peers if each.kind != "full"), None)
@@ -306,7 +314,7 @@ def _beside(row: Row, point: Point, ranked: Sequence[Row]) -> str:
 
 
 def _sureness(row: Row) -> str:
-    """How far the advice is to be trusted."""
+    """Return, in parentheses, how certain the advice is."""
     if row.against is None:
         return "" if len(row.seeds()) > 2 else f" ({_seeds(len(row.seeds()))})"
     found = row.against.difference

@@ -1,11 +1,12 @@
-"""Frontiers of finished runs, how they are compared, and what a difference says: arithmetic on losses alone.
+"""Frontiers of finished runs, and the statistics that compare them. All functions here compute with losses only.
 
-A point is (loss on new text, loss on original text) of a run whose schedule ended. The frontier of a method is the
-lower-left envelope of its points: those that no other point beats on both axes, joined by straight lines. Two frontiers
-are compared where both have points: by the mean difference on one axis at equal value of the other.
+A point is (loss on new text, loss on original text) of a finished run. The frontier of a method is the lower-left
+envelope of its points: the points that no other point beats on both axes, joined by straight lines. Two frontiers are
+compared on the range that both cover: by the mean difference on one axis at equal values of the other axis.
 
-Two frontiers that share hardly any losses have a difference all the same, and of sixty intervals of 95 % three exclude
-0 by chance. So a verdict needs a range in common, and Holm's correction (1979) over all that a study judges.
+Even two frontiers with hardly any common range have a difference, and of sixty 95 % intervals about three exclude 0 by
+chance. So a verdict needs a common range that is wide enough, and p-values get Holm's correction (1979) over all
+differences that a study judges.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-# Confidence level of all intervals, and the fewest seeds that make one.
+# Confidence level of all intervals, and the fewest seeds for an interval.
 CONFIDENCE = 0.95
 SEEDS_OF_AN_INTERVAL = 3
 
@@ -25,7 +26,7 @@ Pair = tuple[float, float]
 
 
 def envelope(points: Sequence[Pair]) -> list[Pair]:
-    """The points that none beats on both axes: x ascending, y descending; what is not finite is left out."""
+    """Return the finite points that no other point beats on both axes, x ascending and y descending."""
     kept: list[Pair] = []
     for x, y in sorted(point for point in points if all(math.isfinite(value) for value in point)):
         if not kept or y < kept[-1][1]:
@@ -34,12 +35,12 @@ def envelope(points: Sequence[Pair]) -> list[Pair]:
 
 
 def turned(frontier: Sequence[Pair]) -> list[Pair]:
-    """The same frontier with its axes exchanged, x ascending."""
+    """Return the frontier with its axes exchanged, sorted by the new x."""
     return sorted((y, x) for x, y in frontier)
 
 
 def height(frontier: Sequence[Pair], x: float) -> float:
-    """y of a frontier at x, linear between its points; beyond its ends the y of the nearest one."""
+    """Return y of a frontier at x, linear between points; beyond an end of the frontier, return y of that end."""
     if x <= frontier[0][0]:
         return frontier[0][1]
     for (left, above), (right, below) in itertools.pairwise(frontier):
@@ -49,7 +50,7 @@ def height(frontier: Sequence[Pair], x: float) -> float:
 
 
 def common_range(one: Sequence[Pair], other: Sequence[Pair]) -> Pair | None:
-    """The x that both frontiers cover; None where there is none."""
+    """Return the range of x that both frontiers cover; None where there is no common x."""
     if not one or not other:
         return None
     low, high = max(one[0][0], other[0][0]), min(one[-1][0], other[-1][0])
@@ -57,7 +58,7 @@ def common_range(one: Sequence[Pair], other: Sequence[Pair]) -> Pair | None:
 
 
 def difference(one: Sequence[Pair], other: Sequence[Pair]) -> float | None:
-    """y of `one` minus y of `other` at equal x, in the mean over the range of x that both cover; exact.
+    """Return the mean of (y of `one` minus y of `other`) over the range of x that both cover, by exact integration.
 
     None where they have no x in common.
     """
@@ -67,13 +68,13 @@ def difference(one: Sequence[Pair], other: Sequence[Pair]) -> float | None:
 
 
 def mean_height(frontier: Sequence[Pair], between: Pair) -> float:
-    """y of a frontier in the mean over a range of x; exact."""
+    """Return the mean of y of a frontier over the range `between` of x, by exact integration."""
     low, high = between
     return height(frontier, low) if low == high else integral(frontier, low, high) / (high - low)
 
 
 def integral(frontier: Sequence[Pair], low: float, high: float) -> float:
-    """∫ y dx from `low` to `high`, of the straight lines and what `height` says beyond them; exact."""
+    """Return the exact ∫ y dx of the frontier from `low` to `high`; beyond its ends y is constant, as in `height`."""
     knots = [low, *(x for x, _ in frontier if low < x < high), high]
     heights = [height(frontier, x) for x in knots]
     return math.fsum(
@@ -83,9 +84,10 @@ def integral(frontier: Sequence[Pair], low: float, high: float) -> float:
 
 
 def area(frontier: Sequence[Pair], base: Pair, level: float) -> float:
-    """Area between a frontier and the base's corner: of y − the base's y, from x = `level` to the base's x.
+    """Return the area between a frontier and the base's loss on original text, from x = `level` to the base's x.
 
-    The base is the frontier's end where nothing was learned. `level` is at least the frontier's smallest x.
+    The base is added as the end of the frontier at which nothing was learned. `level` is at least the frontier's
+    smallest x.
     """
     whole = envelope([*frontier, base])
     return integral(whole, level, base[0]) - base[1] * (base[0] - level)
@@ -93,7 +95,7 @@ def area(frontier: Sequence[Pair], base: Pair, level: float) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds, half of its 95 % interval (Student's t; None for fewer than three), and how many they are."""
+    """A mean over `seeds` seeds; `half` is half its 95 % interval (Student's t), None for fewer than three seeds."""
 
     mean: float
     half: float | None
@@ -101,7 +103,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """The mean of what each seed gave, with its interval; None without values."""
+    """Return the mean of one value per seed with its 95 % interval; None without values."""
     count = len(values)
     if not count:
         return None
@@ -115,8 +117,8 @@ def interval(values: Sequence[float]) -> Interval | None:
     return Interval(mean, half, count)
 
 
-# The range that both frontiers cover must have at least so many nats a token, and this part of what full fine-tuning
-# covers of that axis.
+# For a verdict, the common range of two frontiers must be at least this many nats a token wide, and at least this share
+# of full fine-tuning's range on that axis.
 NARROW, NARROW_SHARE = 0.1, 0.05
 
 Verdict = Literal[
@@ -131,10 +133,10 @@ Verdict = Literal[
 
 
 class Apart(NamedTuple):
-    """How two frontiers differ: on one axis, in the mean over what both cover of the other, seed by seed.
+    """The difference of two frontiers on one axis, averaged over their common range on the other axis, for each seed.
 
-    `width` is that of the range that both cover, seeds in the mean (None: there is none); `enough`: it is wide enough
-    for a verdict.
+    `width` is the width of the common range, averaged over seeds (None: no common range). `enough` is whether that
+    width is sufficient for a verdict.
     """
 
     difference: Interval | None
@@ -143,12 +145,15 @@ class Apart(NamedTuple):
 
     @property
     def is_judged(self) -> bool:
-        """Whether it gets a verdict by its interval: the range is wide enough, and the seeds are."""
+        """Whether the difference gets a verdict from its interval: a wide enough range, and at least three seeds."""
         return self.enough and self.difference is not None and self.difference.half is not None
 
 
 def p_value(found: Interval) -> float:
-    """How often seeds alone would give such a mean: two-sided, by Student's t; the interval has a half."""
+    """Return the two-sided p-value of a mean (Student's t): how often chance gives a mean at least as far from 0.
+
+    `found.half` must not be None.
+    """
     assert found.half is not None
     if found.half == 0.0:
         return 0.0 if found.mean else 1.0
@@ -159,7 +164,7 @@ def p_value(found: Interval) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979): each at least as large as before, their order kept."""
+    """Return p-values corrected for their number (Holm 1979), in the given order; none is smaller than before."""
     adjusted = [0.0] * len(values)
     largest = 0.0
     for rank, nth in enumerate(sorted(range(len(values)), key=lambda nth: values[nth])):
@@ -169,7 +174,7 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def verdicts(every: Sequence[Apart]) -> list[Verdict]:
-    """What each difference of a study says of a claim that it is below 0; all of them are corrected together."""
+    """Return each difference's verdict on the claim that it is below 0; all p-values are corrected together."""
     judged = [apart for apart in every if apart.is_judged]
     corrected = iter(holm([p_value(apart.difference) for apart in judged if apart.difference is not None]))
     return [_verdict(apart, next(corrected) if apart.is_judged else math.nan) for apart in every]

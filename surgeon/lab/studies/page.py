@@ -1,6 +1,6 @@
-"""The page of a study, by the template comparison.html, and its pictures.
+"""The HTML page of a study (template comparison.html), and its figures.
 
-Frontiers are pictures: forgetting against learning, a panel a method, full fine-tuning in grey.
+Each figure shows the frontiers of one method, forgetting against learning, with full fine-tuning in grey.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from surgeon.lab.studies.findings import Findings, Point, Row
 from surgeon.lab.studies.frontier import NARROW, NARROW_SHARE, Interval, interval
 
 _TEMPLATE = Path(__file__).with_name("comparison.html")
-# What verdicts on "forgets less" say of a row.
+# The page's words for a verdict on the claim that a row forgets less than full fine-tuning.
 _FORGETS = {
     "agrees": "less",
     "disagrees": "more",
@@ -28,7 +28,7 @@ _FORGETS = {
 
 
 def render(found: Findings) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     drawn = panels_of(found)
     panels = []
     if drawn is not None:
@@ -47,7 +47,7 @@ def render(found: Findings) -> str:
 
 
 def _steps(found: Findings) -> str:
-    """The steps of a run: one number, or from the fewest to the most where runs have equal bytes."""
+    """Return the steps of a run as text: one number, or the range from the fewest to the most where rows differ."""
     made = sorted({row.steps for row in found.rows if row.steps} or {found.budget.get("steps", 0)})
     return f"{made[0]:,}" if len(made) == 1 else f"{made[0]:,} to {made[-1]:,}"
 
@@ -59,16 +59,17 @@ def _interval(found: Interval | None, sign: str = "") -> str:
     return f"{found.mean:{sign}.4f}{half}"
 
 
-# A frontier's values are drawn to this share of them, in order; what lies beyond is at the rim, with its value.
+# The axis of forgetting ends at this quantile of the values; values above it are drawn at the rim, with their number.
 _DRAWN = 0.95
-# Forgetting is on a logarithmic axis where the largest value is so many times the smallest, which is at least so much.
+# The axis of forgetting is logarithmic where the largest value is more than _TIMES the smallest; values below _LEAST
+# count as _LEAST.
 _TIMES, _LEAST = 8.0, 0.01
 _FULL = "full"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One method's lines, a remedy each, full fine-tuning's in grey, and the points that none of them joins."""
+    """The figure of one method: a line per remedy, full fine-tuning's lines in grey, and points that are on no line."""
 
     title: str
     words: str
@@ -78,20 +79,20 @@ class Panel:
 
 @dataclass(frozen=True)
 class Panels:
-    """All panels of a study, on the same axes."""
+    """All panels of a study, drawn on the same two axes."""
 
     across: Axis
     up: Axis
     panels: tuple[Panel, ...]
 
     def figure(self, panel: Panel, key: str) -> Markup:
-        """Return a panel as a picture of its own."""
+        """Return one panel as a figure."""
         title = f"{panel.title}: forgetting against learning"
         return lines(title, panel.series, self.across, self.up, key=key, summary=panel.words, scattered=panel.scattered)
 
 
 def panels_of(found: Findings) -> Panels | None:
-    """Return the panels, methods with the smallest area first; None where nothing was finished."""
+    """Return one panel per method, the method with the smallest area first; None where no run has finite losses."""
     rows = [row for row in found.rows if row.means()]
     if not rows:
         return None
@@ -114,7 +115,7 @@ def _order(row: Row) -> tuple[float, str]:
 
 
 def _up(words: str, values: Sequence[float]) -> Axis:
-    """The axis of forgetting: without the outliers, and logarithmic where values are of several sizes."""
+    """Return the vertical axis (forgetting) without outliers; it is logarithmic where values span a large range."""
     ordered = sorted(values)
     high = ordered[math.ceil(_DRAWN * len(ordered)) - 1]
     low = max(ordered[0], _LEAST)
@@ -124,7 +125,7 @@ def _up(words: str, values: Sequence[float]) -> Axis:
 
 
 def _panel(found: Findings, rows: Sequence[Row], beside: Sequence[Series], remedies: Sequence[str]) -> Panel:
-    """The panel of one method, whose rows differ by remedy."""
+    """Return the panel of one method, from one row for each remedy."""
     rows = sorted(rows, key=lambda row: remedies.index(row.remedy))
     own = [_series(found, row, remedies) for row in rows]
     title = rows[0].label.removesuffix(f", {rows[0].remedy}")
@@ -139,7 +140,7 @@ def _panel(found: Findings, rows: Sequence[Row], beside: Sequence[Series], remed
 
 
 def _series(found: Findings, row: Row, remedies: Sequence[str], *, muted: bool = False) -> Series:
-    """A row's frontier, with the interval of each point over seeds."""
+    """Return a row's frontier as a line, each point with its interval over seeds."""
     frontier = set(row.mean_frontier())
     points = sorted(
         (point for point in row.means() if (point.new, point.original) in frontier), key=lambda point: -point.new
@@ -152,13 +153,13 @@ def _series(found: Findings, row: Row, remedies: Sequence[str], *, muted: bool =
 
 
 def _moved(found: Findings, points: Iterable[Point]) -> list[Pair]:
-    """Losses as what was learned and what was forgotten since the base."""
+    """Convert losses to (learned, forgotten): differences from the base's losses."""
     new, original = found.start
     return [(new - point.new, point.original - original) for point in points]
 
 
 def _half(row: Row, at: Point) -> Pair | None:
-    """Half of a point's intervals over its seeds; None where there are too few."""
+    """Return the half-widths of a point's intervals over seeds, on both axes; None where there are too few seeds."""
     seeds = [point for point in row.points if (point.rate, point.share) == (at.rate, at.share)]
     halves = [
         found.half for axis in ("new", "original") if (found := interval([getattr(p, axis) for p in seeds])) is not None

@@ -1,8 +1,9 @@
-"""What a study has found so far, run by run; what belongs to another study is refused.
+"""The records of a study's finished runs, and the files that store them.
 
-RESULTS/runs.jsonl.gz has all records, which is what to keep, to commit or to give away. Its first line names the study
-by its fingerprint; each further line is one record: the run's name, the fingerprint of its method, and what it found.
-RESULTS/work/study.json is signed and has the digests of all records that were written here.
+RESULTS/runs.jsonl.gz contains all records. It is the file to keep, to commit or to give away. Its first line names the
+study by its fingerprint. Each further line is one record: the run's name, the fingerprint of its method, and its
+losses. RESULTS/work/study.json is signed and contains the digests of all records that were written here. Records of
+another study are refused.
 """
 
 from __future__ import annotations
@@ -25,23 +26,26 @@ from surgeon.errors import BadInput, printable
 
 RUNS_FILE = "runs.jsonl.gz"
 _VERSION = 1
-# Unpacked; a record has about a thousand bytes.
+# Largest size of the records file when unpacked; a record has about a thousand bytes.
 _MOST_BYTES = 1 << 28
 
-# What a line has of a run beside its name: the `fingerprint` of its method, and the `record`.
+# A line's content without the run's name: the `fingerprint` of the run's method, and the `record`.
 Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The records in such a file: the study's fingerprint, and the entry of each run by its name."""
+    """The content of a runs.jsonl.gz: the study's fingerprint, and each run's entry by the run's name."""
 
     study: str
     records: Mapping[str, Entry]
 
 
 def read_packed(path: Path) -> Packed | None:
-    """Return what the file at `path` holds; None where there is none. Raises BadInput for any other file."""
+    """Return the content of the runs.jsonl.gz at `path`; None where there is no file.
+
+    Raises BadInput where the file is not a valid runs.jsonl.gz.
+    """
     content = read_own(path)
     if content is None:
         return None
@@ -63,7 +67,7 @@ def read_packed(path: Path) -> Packed | None:
 
 
 def packed(found: Packed) -> bytes:
-    """Return the content of such a file, the same for the same records."""
+    """Return the bytes of a runs.jsonl.gz; equal records give equal bytes."""
     lines = [{"surgeon_runs": _VERSION, "study": found.study}]
     lines += [{"run": name, **found.records[name]} for name in sorted(found.records)]
     return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0)
@@ -93,10 +97,11 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class SourceLoss:
-    """One held-out text: documents, tokens and UTF-8 bytes that were predicted, loss in nats a token, bits a byte.
+    """The losses on one held-out text.
 
-    `by_document` has for each document its nats, tokens and bytes; empty in records of earlier versions. `kl` is
-    KL(base ‖ model) in nats a token, where it was measured.
+    `documents`, `tokens` and `nbytes` count what was predicted (`nbytes`: UTF-8 bytes). `loss` is in nats a token.
+    `by_document` contains (nats, tokens, bytes) of each document; it is empty in records of earlier versions. `kl` is
+    KL(base ‖ model) in nats a token, or None where it was not measured.
     """
 
     documents: int
@@ -109,12 +114,12 @@ class SourceLoss:
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> SourceLoss:
-        """From plain data. Raises TypeError, ValueError."""
+        """Return the losses that the plain data describe. Raises TypeError, ValueError."""
         each = [(float(nats), int(tokens), int(nbytes)) for nats, tokens, nbytes in data.get("by_document", ())]
         return cls(**data | {"by_document": tuple(each)})
 
     def of(self, documents: Sequence[int] | None, *, by_byte: bool) -> float:
-        """The loss, in bits a byte or in nats a token, of some of its documents; None: of all."""
+        """Return the loss on the given documents (None: on all), in bits a byte or in nats a token."""
         if documents is None or not self.by_document:
             return self.bits_per_byte if by_byte else self.loss
         some = [self.by_document[number] for number in documents]
@@ -128,10 +133,11 @@ Measured = dict[str, SourceLoss]
 
 @dataclass(frozen=True)
 class Record:
-    """What a finished run ended with: its losses by text (None: its loss was no number any more), and its size.
+    """The result of a finished run: its losses by text, and its counts of trained parameters and steps.
 
-    `steps` are those that it made; 0 of the base, of a run that diverged, and in records of earlier versions.
-    `blended` are the losses of the run on its way back to the base, by the run's share.
+    `measured` is None where the run diverged (`diverged` is the reason). `trained` is the number of trained parameters.
+    `steps` counts the optimizer steps; it is 0 for the base, for a run that diverged, and in records of earlier
+    versions. `blended` contains the losses of the run's blends with the base, by the run's share in the blend.
     """
 
     measured: Measured | None
@@ -141,11 +147,11 @@ class Record:
     blended: dict[float, Measured] = field(default_factory=dict)
 
     def at(self, share: float) -> Measured | None:
-        """The losses of the run (share 1), or of a blend; None where they were not measured."""
+        """Return the losses of the run (share 1) or of its blend with this share; None where they were not measured."""
         return self.measured if share == 1.0 else self.blended.get(share)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the record as plain data."""
         plain = {"trained": self.trained, "diverged": self.diverged, "steps": self.steps}
         blended = {f"{share:g}": _plain(measured) for share, measured in self.blended.items()}
         measured = None if self.measured is None else _plain(self.measured)
@@ -153,14 +159,14 @@ class Record:
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Record:
-        """From plain data. Raises KeyError, TypeError, ValueError."""
+        """Return the record that the plain data describe. Raises KeyError, TypeError, ValueError."""
         measured = None if data["measured"] is None else _parse(data["measured"])
         blended = {float(share): _parse(each) for share, each in data.get("blended", {}).items()}
         return cls(measured, data.get("trained", 0), data.get("diverged", ""), data.get("steps", 0), blended)
 
 
 def _plain(measured: Measured) -> dict[str, Any]:
-    """As plain data; what was not measured is left out."""
+    """Return the losses as plain data, without fields that were not measured."""
     return {name: {k: v for k, v in vars(loss).items() if v not in ((), None)} for name, loss in measured.items()}
 
 
@@ -170,9 +176,9 @@ def _parse(measured: dict[str, Any]) -> Measured:
 
 @dataclass
 class Records:
-    """The records of a study, in the folder that its work folder lies in.
+    """The records of a study, in the parent folder of its work folder `work`.
 
-    With `take_over` others than those that were written here count too, which is said.
+    With `take_over`, records that this user did not write here count too; a note reports them.
     """
 
     work: Path
@@ -185,11 +191,15 @@ class Records:
 
     @property
     def file(self) -> Path:
-        """The file of all of them."""
+        """Path of the file that contains all records."""
         return self.work.parent / RUNS_FILE
 
     def check_study(self, fingerprint: str) -> None:
-        """Note what the records are of. Raises BadInput where those that are there are of something else."""
+        """Load the records, and set the fingerprint of the study that they belong to.
+
+        Raises BadInput where the folder contains finished runs of another study, files that are damaged, or, without
+        `take_over`, records that this user did not write here.
+        """
         file = self.work / STUDY_FILE
         there = read_packed(self.file) or Packed(fingerprint, {})
         finished = len(there.records)
@@ -220,7 +230,7 @@ class Records:
         write_signed(self.work / STUDY_FILE, {"fingerprint": self.fingerprint, "written": self.written})
 
     def _clear(self) -> None:
-        """Remove what a study left of which nothing was finished: what the base wrote, what was under way."""
+        """Remove all files of a study that has no finished run, such as the text that its base wrote."""
         for entry in self.work.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -228,7 +238,11 @@ class Records:
                 entry.unlink()
 
     def get(self, key: str, fingerprint: str) -> Record | None:
-        """The record of a run that is finished. Raises BadInput where one of this name was made otherwise."""
+        """Return the record of a run; None where the run is not finished.
+
+        Raises BadInput where the record has another fingerprint, is damaged, or, without `take_over`, was not written
+        here by this user.
+        """
         if key in self.found or key not in self.entries:
             return self.found.get(key)
         entry, shown = self.entries[key], f"{printable(str(self.file))}: {printable(key)}"
@@ -249,9 +263,9 @@ class Records:
         return record
 
     def add(self, key: str, fingerprint: str, record: Record) -> None:
-        """Keep a record, on disk before it counts as done."""
+        """Add the record of a finished run, and write it to disk."""
         self.entries[key] = {"fingerprint": fingerprint, "record": record.to_json()}
-        # First: a record that a kill leaves without its digest would be nobody's.
+        # Write the digest first: if the process is killed in between, a record without digest would count as foreign.
         self._note(key)
         write_durably(self.file, packed(Packed(self.fingerprint, self.entries)))
         self.found[key] = record
@@ -262,7 +276,7 @@ class Records:
 
 
 def digest(content: Any) -> str:
-    """Return the digest of plain data."""
+    """Return the SHA-256 digest of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -274,13 +288,13 @@ def losses_of(
     documents: Mapping[str, Sequence[int]] | None = None,
     share: float = 1.0,
 ) -> tuple[float, float]:
-    """Mean loss over the new texts and over the original ones; infinite of a run that diverged.
+    """Return the mean loss over the new texts and over the original texts; both infinite where they were not measured.
 
     Args:
-        record: What a run ended with.
+        record: The result of a run.
         names: The names of the new texts and of the original ones.
-        by_byte: Whether in bits a byte, not in nats a token.
-        documents: By text, which of its documents count; None: all.
+        by_byte: Whether losses are in bits a byte; else they are in nats a token.
+        documents: By text, the documents that count; None: all.
         share: The run's share in its blend with the base.
     """
     measured = record.at(share)

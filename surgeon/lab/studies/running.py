@@ -1,8 +1,8 @@
-"""What a worker does: have the base write text, grow a model by a plan, train and measure a run, measure the base.
+"""The tasks of a worker: let the base write text, grow a model by a plan, train and measure a run, measure the base.
 
-A run is `surgeon.train` by a config, and its losses are `surgeon.evaluate`'s on the text that the config holds out,
-as are those of its blends with what it began with.
-Tasks and answers are plain data, so that it makes no difference in which process they are carried out.
+A run is trained by `surgeon.train` from a config. Its losses, and the losses of its blends with the base, are measured
+by `surgeon.evaluate`'s functions on held-out text. Tasks and answers are plain data, so they can be carried out in any
+process.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from surgeon.lab.studies.config.settings import RECALLED, seeded_plan
 Task = dict[str, Any]
 Answer = dict[str, Any]
 
-# Windows at a time.
+# Windows in one forward pass.
 _BATCH = 8
-# Texts that are held out, opened once for all runs of a study, by its fingerprint.
+# Held-out texts by the study's fingerprint, opened once for all runs of a study.
 _held: dict[str, list[HeldOut]] = {}
-# The base in memory, by its folder, to which what runs say to new text is compared.
+# The loaded base by its folder, for KL(base ‖ run) on new text.
 _bases: dict[str, Any] = {}
 _cut_by_base: dict[tuple[str, str], dict[str, Windows]] = {}
 
 
 def carry_out(task: Task) -> Answer:
-    """Do what `task` says: what it found, with `seconds`; or `error`, lines about what is wrong."""
+    """Carry out a task; return its result with `seconds`, or `error` with lines that explain what is wrong."""
     begun = time.perf_counter()
     try:
         with one_thread():
@@ -95,7 +95,7 @@ def _grow(task: Task) -> Answer:
 def _run(task: Task) -> Answer:
     target = Path(task["to"])
     if target.exists():
-        # Of a study that was cut off between training and measuring.
+        # Left by a study that was interrupted between training and measuring.
         shutil.rmtree(target)
     try:
         trained = train(
@@ -121,14 +121,14 @@ def _run(task: Task) -> Answer:
 
 
 def _blended(task: Task, run: Path) -> dict[str, Any]:
-    """Losses of the run blended with what it began with, by the run's share; none where nothing lies between them."""
+    """Return the losses of the run blended with the base, by the run's share; empty where the run cannot be blended."""
     target, found = run.with_name(f"{run.name}+blend"), {}
     for share in task["blend"]:
         shutil.rmtree(target, ignore_errors=True)
         try:
             write_blend(run, target, base=task["base"], alpha=share, trust_remote_code=task["trust_remote_code"])
         except BadInput:
-            # What grew was neither silent nor a copy at birth; the study says of which method.
+            # The grown parts were neither silent nor copies at birth. The results name such methods.
             return {}
         found[f"{share:g}"] = _measured(task, target)
         shutil.rmtree(target)
@@ -136,7 +136,7 @@ def _blended(task: Task, run: Path) -> dict[str, Any]:
 
 
 def _texts(task: Task) -> Answer:
-    """Read all texts through; of those that are measured something must be held out."""
+    """Read all texts to the end, to find errors before long work; measured texts must have held-out documents."""
     seen: set[tuple[Any, ...]] = set()
     for path in task["configs"]:
         config = load_config(Path(path))
@@ -155,7 +155,7 @@ def _base(task: Task) -> Answer:
 
 
 def _measured(task: Task, folder: Path, *, kl_on: Sequence[str] = ()) -> dict[str, Any]:
-    """Losses of a checkpoint on the held-out text of the study, and how far it is from the base on some of it."""
+    """Return a checkpoint's losses on the study's held-out texts, and KL(base ‖ checkpoint) on the texts `kl_on`."""
     held = _held.get(task["study"])
     if held is None:
         _held.clear()
@@ -180,7 +180,7 @@ def _measured(task: Task, folder: Path, *, kl_on: Sequence[str] = ()) -> dict[st
 
 
 def _base_cut(task: Task, held: Sequence[HeldOut]) -> dict[str, Windows]:
-    """The study's texts as the base reads them."""
+    """Return the study's texts as windows of the base's tokens."""
     key = task["study"], task["base"]
     if key not in _cut_by_base:
         _cut_by_base.clear()
@@ -189,7 +189,7 @@ def _base_cut(task: Task, held: Sequence[HeldOut]) -> dict[str, Windows]:
 
 
 def _base_model(task: Task) -> Any:
-    """The base that the study began with, loaded once for all runs."""
+    """Return the study's base as a loaded model; it is loaded once for all runs."""
     if _bases.keys() != {task["base"]}:
         _bases.clear()
         opened = open_checkpoint(task["base"], trust_remote_code=task["trust_remote_code"])

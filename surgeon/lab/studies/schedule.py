@@ -1,6 +1,7 @@
-"""Which runs a study wants, given those that are finished: rates extend until a method's best is inside them.
+"""Which runs a study needs, given the finished ones; rates are added until a method's best rate is not at an end.
 
-The set depends on results alone, never on the order in which runs end, so any number of workers ends with the same.
+The set of runs depends only on results, never on the order in which runs end. So any number of workers makes the same
+set.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from surgeon.lab.studies.config.entries import MethodSpec, Remedy
 from surgeon.lab.studies.config.schema import Study
 from surgeon.lab.studies.frontier import Pair
 
-# Extended rates stay between these.
+# Rates that are added stay between these bounds.
 _LOWEST, _HIGHEST = 1e-8, 1.0
 
 
@@ -30,32 +31,36 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Its name in files."""
+        """The run's name in files."""
         return f"{self.method}+{self.remedy}+{self.rate:.6g}+{self.seed}"
 
     @property
     def words(self) -> str:
-        """Its name for people."""
+        """The run's name for people."""
         return f"{self.method}, {self.remedy}, rate {self.rate:.6g}, seed {self.seed}"
 
 
 class Rates(NamedTuple):
-    """The rates of an entry, ascending; whether its best is known to be inside them, and if not, why it stops."""
+    """The rates of a method with a remedy, ascending.
+
+    `settled` is whether no rate will be added. `open_end` is the reason why adding stopped although the best may lie
+    beyond an end; else empty.
+    """
 
     rates: tuple[float, ...]
     settled: bool
     open_end: str = ""
 
 
-# By run, its losses on new and original text; infinite where it diverged.
+# The losses of each run on new and original text; infinite where the run diverged.
 Losses = Mapping[Run, Pair]
 
 
 def rates_of(study: Study, method: MethodSpec, remedy: Remedy, losses: Losses) -> Rates:
-    """The rates of an entry as far as its first seed's runs decide.
+    """Return the rates of a method with a remedy, as far as the finished runs of the first seed determine them.
 
-    It is extended upwards while the highest rate learns most, downwards while the lowest has the smallest sum of both
-    losses. Not settled where a run is missing that decides.
+    A rate is added above while the highest rate learns most, and below while the lowest rate has the smallest sum of
+    both losses. The rates are not settled while one of these runs is missing.
     """
     rates = study.rates_of(method, remedy)
     while True:
@@ -72,7 +77,7 @@ def rates_of(study: Study, method: MethodSpec, remedy: Remedy, losses: Losses) -
 
 
 def _next(rates: Sequence[float], points: Sequence[Pair], most: int) -> tuple[float | None, str]:
-    """The rate that is to be tried too, or why none is although the best lies at an end."""
+    """Return the next rate to try; or None, with the reason where the best lies at an end."""
     learned = [new for new, _ in points]
     both = [new + original for new, original in points]
     if learned[-1] == min(learned) and math.isfinite(learned[-1]):
@@ -87,14 +92,15 @@ def _next(rates: Sequence[float], points: Sequence[Pair], most: int) -> tuple[fl
 
 
 def _beyond(end: float, second: float, third: float) -> float:
-    """The next rate: as far from the second as the end is from the third, so 1e-3, 3e-3, 1e-2 goes on with 3e-2."""
+    """Return the rate beyond `end`: `second` · `end` / `third`, so 1e-3, 3e-3, 1e-2 continue with 3e-2."""
     return float(f"{second * end / third:.3g}")
 
 
 def runs_left(study: Study, losses: Losses) -> Iterator[Run]:
-    """Yield the runs that are not finished, in the order in which they are made; there may be more as runs finish.
+    """Yield the runs that are not finished, in the order in which to make them; finished runs may add more.
 
-    Method by method, first with one seed, so that few grown models are there at a time.
+    All methods run with the first seed before the second seed begins, one method after another, so that few grown
+    models exist at a time.
     """
     for seed in range(_seeds(study)):
         for runs in _by_entry(study, losses, seed):
@@ -102,16 +108,20 @@ def runs_left(study: Study, losses: Losses) -> Iterator[Run]:
 
 
 class Round(NamedTuple):
-    """Runs that treat all rows alike, those that are left; `begun`: some of it are finished, or it is the first."""
+    """The unfinished runs of a round, which treats all rows alike.
+
+    `begun`: some run of the round is finished, or it is the first round.
+    """
 
     runs: list[Run]
     begun: bool
 
 
 def rounds_left(study: Study, losses: Losses) -> Iterator[Round]:
-    """Yield the same runs in rounds: with the first seed a rate of every row, the middle ones first.
+    """Yield the unfinished runs in rounds: for the first seed, one rate of every row, the middle rates first.
 
-    A further seed is one round: where some rates have more seeds than others, a mean over seeds is of the seeds too.
+    Each further seed is one round: if only some rates had a further seed, means over seeds would compare different
+    seeds.
     """
     for seed in range(_seeds(study)):
         rounds = [
@@ -124,7 +134,7 @@ def rounds_left(study: Study, losses: Losses) -> Iterator[Round]:
 
 
 def sizes_left(study: Study, losses: Losses) -> list[tuple[int, int]]:
-    """The seed of each round that is left, and how many runs; rates that are not known yet are as many as are known."""
+    """Return (seed, number of runs) of each unfinished round, counting only the rates that are known so far."""
     found = [(0, len(each.runs)) for each in rounds_left(study, losses) if each.runs[0].seed == 0]
     for seed in range(1, _seeds(study)):
         entries = [(m, r) for m, r in study.entries if seed < study.seeds_of(m)]
@@ -138,7 +148,10 @@ def _seeds(study: Study) -> int:
 
 
 def _by_entry(study: Study, losses: Losses, seed: int) -> list[list[Run]]:
-    """All runs of a seed, entry by entry, the middle rates first; seeds beyond the first once rates are known."""
+    """Return all runs of a seed, one list for each method with a remedy, middle rates first.
+
+    Seeds after the first are included only where the rates are settled.
+    """
     found = []
     for method, remedy in study.entries:
         rates = rates_of(study, method, remedy, losses)
@@ -148,6 +161,6 @@ def _by_entry(study: Study, losses: Losses, seed: int) -> list[list[Run]]:
 
 
 def from_the_middle(rates: Sequence[float]) -> list[float]:
-    """The rates, those in the middle first: of a study that is cut short they say most."""
+    """Return the rates, the middle ones first: they are the most informative in a study that is cut short."""
     middle = (len(rates) - 1) / 2
     return sorted(rates, key=lambda rate: (abs(rates.index(rate) - middle), rate))

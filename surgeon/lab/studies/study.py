@@ -1,10 +1,11 @@
-"""A study under way: texts and base are read, the base writes and is measured, and the runs are dealt out to workers.
+"""A study in progress: read its texts and base, let the base write text, measure the base, and give runs to workers.
 
-In RESULTS/work lie what the base wrote, and grown models and runs while they are needed; the record of a finished run
-is written when it is done and never changed (records.py). The same command always knows what is left to do.
+RESULTS/work contains the text that the base wrote, and grown models and runs while they are needed. The record of a
+finished run is written when the run ends and never changes (records.py). So the same command always finds out what is
+left to do.
 
-What its numbers depend on are digests: what is made under another one is no part of it. Where files lie makes no
-difference, so that a study may move with its texts.
+Digests identify everything that a number depends on; a record under another digest is not used. File locations are not
+part of the digests, so a study and its texts may be moved.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from surgeon.lab.studies.records import BASE, Record, Records, digest, losses_of
 from surgeon.lab.studies.schedule import Run, rounds_left, runs_left, sizes_left
 from surgeon.lab.studies.workers import Answer, Task, Workers
 
-# What the base wrote, as training configs in their folder name it.
+# Path of the text that the base wrote, relative to the folder of the training configs.
 _MEMORY = f"../{RECALLED}.jsonl"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a study is to do on the opened base.
+    """The settings of one call of a study, with the opened base.
 
-    With `take_over` what lies in `work` is gone on with although it came from elsewhere.
+    With `take_over` the call continues a work folder that this user did not write here.
     """
 
     loaded: LoadedStudy
@@ -66,7 +67,11 @@ class Request:
 
 @dataclass
 class Course:
-    """A study under way, and what it has found."""
+    """A study in progress, with the records found so far.
+
+    `common` is the digest of everything that all runs depend on. `grown` and `growing` contain (method, seed) of grown
+    models, finished and in progress. `busy` contains the runs in progress.
+    """
 
     request: Request
     records: Records
@@ -79,7 +84,10 @@ class Course:
 
     @classmethod
     def open(cls, request: Request) -> Course:
-        """Read what is there. Raises BadInput where it is another study's, or what a run asks for is refused."""
+        """Open the work folder and load its records.
+
+        Raises BadInput where the records belong to another study, or a training config would be refused.
+        """
         common = study_digest(request.loaded, request.base, request.listener)
         course = cls(
             request,
@@ -88,7 +96,7 @@ class Course:
             Budget(request.minutes, earlier_seconds(request.work)),
         )
         course.records.check_study(common)
-        # What a killed call left: whole or not, it is made again.
+        # Remove what an interrupted call left, complete or not; it is made again.
         for name in ("runs", "grown"):
             shutil.rmtree(request.work / name, ignore_errors=True)
             (request.work / name).mkdir()
@@ -99,11 +107,11 @@ class Course:
 
     @property
     def memory(self) -> Path:
-        """The file of what the base wrote."""
+        """Path of the text that the base wrote."""
         return self.request.work / f"{RECALLED}.jsonl"
 
     def _check_configs(self) -> None:
-        """Raise BadInput for training configs that `surgeon train` would refuse, of whatever method."""
+        """Raise BadInput where `surgeon train` would refuse the training config of a method with a remedy."""
         wrong: list[str] = []
         study, base = self.request.loaded.config, self.request.base
         for method, remedy in study.entries:
@@ -113,14 +121,14 @@ class Course:
                 if method.plan is None:
                     check_training(base, config)
             except BadInput as error:
-                # The config is a file of this study's own, which its user has not written.
+                # Leave the config's path out: this study wrote the file, the user does not know it.
                 why = re.sub(rf"^{re.escape(printable(str(path)))}(:\d+)?: ", "", str(error))
                 wrong.append(f"{self.request.loaded.shown}: method {method.called}: {why}")
         if wrong:
             raise bad_input(wrong)
 
     def _read(self) -> int:
-        """Take in the records that are there, as far as this study asks for them; return how many."""
+        """Load the records of runs that this study wants; return how many were new."""
         before = len(self.found)
         get = self.records.get
         while new := {run: found for run in self._runs_left() if (found := get(run.key, self._print(run))) is not None}:
@@ -135,25 +143,25 @@ class Course:
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """The names of the texts that losses are measured on."""
+        """The names of the new and of the original texts on which losses are measured."""
         return measured_names(self.request.loaded)
 
     @property
     def begun(self) -> bool:
-        """Whether there is something to show: the base was measured."""
+        """Whether the base was measured, so that there are results to show."""
         return BASE in self.records.found
 
     @property
     def start(self) -> Record:
-        """The base's own losses."""
+        """The record of the base."""
         return self.records.found[BASE]
 
     def findings(self) -> Findings:
-        """What is found so far; the base is measured."""
+        """Return the results so far; the base must have been measured."""
         return find(self.request.loaded, self.request.base.id, self.start, self.found, self.names)
 
     def carry_out(self, workers: Workers) -> None:
-        """Make every run that is left, or as many as there is time for. Raises BadInput, and what `train` raises."""
+        """Make every run that is left, or as many as time allows. Raises BadInput, and the errors of `train`."""
         self._begin(workers)
         say, budget = self.request.listener.say, self.budget
         if self.found:
@@ -180,18 +188,18 @@ class Course:
         return sizes_left(self.request.loaded.config, self._losses())
 
     def _waiting(self) -> set[tuple[str, str]]:
-        """Rows without a run, by method and remedy."""
+        """Return (method, remedy) of the rows that have no finished run."""
         return {(run.method, run.remedy) for run in self._runs_left()} - {
             (run.method, run.remedy) for run in self.found
         }
 
     def _begin(self, workers: Workers) -> None:
-        """Have the base write what it must, and measure it."""
+        """Check the texts, let the base write text where the study needs it, and measure the base."""
         study, request = self.request.loaded.config, self.request
         fingerprint = digest([self.common, BASE])
         measured = self.records.get(BASE, fingerprint) is not None
         if not measured:
-            # A text that cannot be used is refused before the base writes for hours.
+            # Refuse a text that cannot be used now, before the base writes text for hours.
             self._alone(workers, self._task("texts", configs=self._each_remedys(), **self._measuring()))
         if study.recalls:
             spec = recalled_by(study)
@@ -208,7 +216,7 @@ class Course:
             self.records.add(BASE, fingerprint, Record.parse(answer))
 
     def _each_remedys(self) -> list[str]:
-        """A training config of each remedy: together they have all texts that runs are trained on."""
+        """Return paths of one training config per remedy; together they contain all texts on which runs train."""
         study = self.request.loaded.config
         first = {remedy.name: (method, remedy) for method, remedy in reversed(study.entries)}
         runs = [Run(m.called, r.name, study.rates_of(m, r)[0], 0) for m, r in first.values()]
@@ -219,17 +227,17 @@ class Course:
         return _checked(workers.wait()[1], "")
 
     def _task(self, do: str, **more: Any) -> Task:
-        """What a worker gets: the base where it lies, unless `more` says otherwise, and how models run."""
+        """Return a task for a worker, with the base's folder, device and trust; `more` adds or replaces keys."""
         request = self.request
         by = {"base": str(request.base.path), "device": request.device, "trust_remote_code": request.trust_remote_code}
         return {"do": do, **by, **more}
 
     def _named_base(self) -> Task:
-        """The base by the name that it was given, which a grown model's manifest and what it writes are kept under."""
+        """Return the base by its given name, because manifests of grown models and of written text record this name."""
         return {"base": self.request.base.name, "revision": self.request.base.revision}
 
     def _measuring(self) -> Task:
-        """What a worker gets for measuring."""
+        """Return the keys of a task that measures losses; write the config that lists the measured texts."""
         config = self.request.work / "configs" / "measured.yaml"
         request, study = self.request, self.request.loaded.config
         every = sources(request.loaded, Remedy(name="none"), _MEMORY)
@@ -245,7 +253,7 @@ class Course:
         }
 
     def _next(self) -> Task | None:
-        """The next task that can begin now; None where none can, or no more fits."""
+        """Return the next task that can begin now; None where no task can begin, or no further run fits the time."""
         for run in self._wanted():
             if run.method not in self.request.loaded.plans:
                 return self._run_task(run, self.request.base.path)
@@ -258,13 +266,13 @@ class Course:
         return None
 
     def _wanted(self) -> list[Run]:
-        """The runs that may begin now; with --minutes of rounds that are begun, or fit as a whole."""
+        """Return the runs that may begin now; with --minutes, only from rounds that have begun or fit as a whole."""
         if self.budget.minutes is None:
             return [run for run in self._runs_left() if run not in self.busy]
         return self.budget.allow(rounds_left(self.request.loaded.config, self._losses()), self.busy)
 
     def _done(self, task: Task, answer: Answer) -> None:
-        """Keep what a task found."""
+        """Process a finished task: mark the grown model as finished, or store the run's record and report it."""
         if task["do"] == "grow":
             _checked(answer, f"method {task['method']}: ")
             self.growing.remove((task["method"], task["seed"]))
@@ -280,7 +288,7 @@ class Course:
         with (self.request.work / SECONDS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"run": run.key, "seconds": answer["seconds"]}) + "\n")
         self._report(run, record, answer["seconds"])
-        # The seeds of a rate that was not known before may be there.
+        # Rates that are known only now may have stored records of further seeds.
         self.request.listener.advance(self._read())
         self._drop(task)
 
@@ -294,7 +302,7 @@ class Course:
         listener.advance(1)
 
     def _drop(self, task: Task) -> None:
-        """Remove what no run needs any more; with `keep` the run goes where it is seen."""
+        """Remove the trained run (with `keep`: move it to the kept runs) and grown models that no run needs."""
         run, target = Run(*task["run"]), Path(task["to"])
         if self.request.kept is not None and target.exists():
             place = self.request.kept / run.key
@@ -339,7 +347,7 @@ class Course:
         )
 
     def _config(self, run: Run) -> Path:
-        """The training config of a run, written: what `surgeon train` takes."""
+        """Write the training config of a run for `surgeon train`, and return its path."""
         path = self.request.work / "configs" / f"{run.key}.yaml"
         write_durably(path, yaml.safe_dump(self._training(run), sort_keys=False))
         return path
@@ -359,18 +367,18 @@ class Course:
 
 
 def _checked(answer: Answer, what: str) -> Answer:
-    """An answer without its time. Raises BadInput for one that says why the task could not be done."""
+    """Return the answer without `seconds`. Raises BadInput where the answer is an error."""
     if "error" in answer:
         raise bad_input([f"{what}{line}" for line in answer["error"]])
     return {key: value for key, value in answer.items() if key != "seconds"}
 
 
-# Training keys that change no number.
+# Training keys that do not change a run's results.
 _PASSING = ("micro_batch", "checkpointing", "log_every")
 
 
 def run_digest(common: str, plan: Any, training: Mapping[str, Any]) -> str:
-    """Of what a run's numbers depend on.
+    """Return the digest of everything that a run's numbers depend on.
 
     Args:
         common: what is common to all runs, by `study_digest`.
@@ -383,7 +391,10 @@ def run_digest(common: str, plan: Any, training: Mapping[str, Any]) -> str:
 
 
 def _without_places(source: Mapping[str, Any]) -> dict[str, Any]:
-    """A source without its files, whose content is common to all; that a file is held out for it is kept."""
+    """Return a source without file paths, because the files' content is in the study's digest.
+
+    Whether `validation` names a file is kept.
+    """
     held = source["validation"]
     in_file = isinstance(held, str) and not held.startswith("split:")
     found = {key: value for key, value in source.items() if key != "path"}
@@ -391,7 +402,7 @@ def _without_places(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> str:
-    """Of what every number of the study depends on: base, texts, and how losses are measured."""
+    """Return the digest of everything that all numbers depend on: base, texts, and how losses are measured."""
     study = loaded.config
     listener.begin("reading", base.nbytes)
     held = base.digests(listener.advance)
@@ -424,7 +435,7 @@ def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> s
 
 
 def _digest_of(loaded: LoadedStudy, path: str) -> Any:
-    """Return the digests of a text's files; of a dataset on the Hub its name."""
+    """Return the digests of a text's files; for a dataset on the Hub return its name."""
     if path.startswith(("dataset:", "split:")):
         return path
     found = []

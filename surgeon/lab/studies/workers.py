@@ -1,4 +1,4 @@
-"""Workers that carry out tasks: this process, or several that stay for many runs; none outlives its study."""
+"""Workers that carry out tasks: this process, or several processes that end with their study."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from surgeon.errors import BadInput, printable
 Task = dict[str, Any]
 Answer = dict[str, Any]
 
-# What workers are started by.
+# The command that starts a worker's Python.
 PYTHON = [sys.executable]
 
 
 class Here:
-    """This process, one task at a time."""
+    """A worker that carries out tasks in this process, one at a time."""
 
     def __init__(self) -> None:
         self._task: Task | None = None
 
     def __enter__(self) -> Self:
-        """Nothing to start."""
+        """Return the worker; nothing needs to start."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to end."""
+        """Do nothing; nothing needs to end."""
 
     @property
     def free(self) -> bool:
-        """Whether it has nothing to do."""
+        """Whether no task is waiting."""
         return self._task is None
 
     def begin(self, task: Task) -> None:
-        """Note the task."""
+        """Store the task; `wait` carries it out."""
         assert self._task is None
         self._task = task
 
     def wait(self) -> tuple[Task, Answer]:
-        """Do it."""
+        """Carry out the stored task; return the task and its answer."""
         from surgeon.lab.studies.running import carry_out
 
         assert self._task is not None
@@ -55,9 +55,9 @@ class Here:
 
 
 class Processes:
-    """`count` processes, each for many tasks, of one thread on a CPU; dealt out to `gpus` GPUs where there are any.
+    """A pool of `count` worker processes with one CPU thread each, spread over `gpus` GPUs where there are any.
 
-    What they write to stderr goes to `logs`/worker-N.log.
+    The stderr of worker N goes to `logs`/worker-N.log.
     """
 
     def __init__(self, count: int, *, logs: Path, gpus: int = 0) -> None:
@@ -69,7 +69,7 @@ class Processes:
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Self:
-        """Start them."""
+        """Start all workers."""
         for number in range(self._count):
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             if self._gpus:
@@ -91,7 +91,7 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End them; what they had not finished is made again."""
+        """Kill all workers; unfinished tasks are lost."""
         self._selector.close()
         for number in range(len(self._all)):
             self.kill(number)
@@ -102,16 +102,16 @@ class Processes:
                 pipe.close()
 
     def kill(self, number: int) -> None:
-        """End one of them at once."""
+        """Kill one worker at once."""
         self._all[number].kill()
 
     @property
     def free(self) -> bool:
-        """Whether one of them has nothing to do."""
+        """Whether a worker has no task."""
         return len(self._tasks) < self._count
 
     def begin(self, task: Task) -> None:
-        """Give a free one its task."""
+        """Send the task to a worker that has none. Raises BadInput where that worker has ended."""
         number = next(number for number in range(self._count) if number not in self._tasks)
         pipe = self._all[number].stdin
         assert pipe is not None
@@ -123,7 +123,7 @@ class Processes:
             raise self._gone(number) from None
 
     def wait(self) -> tuple[Task, Answer]:
-        """The next task that ends, and its answer. Raises BadInput where a worker is gone."""
+        """Wait for the next task that ends; return it with its answer. Raises BadInput where a worker has ended."""
         assert self._tasks
         while True:
             for key, _ in self._selector.select():
@@ -146,14 +146,14 @@ class Processes:
         )
 
 
-# Workers that do tasks; context managers.
+# Workers that carry out tasks; both are context managers.
 Workers = Here | Processes
 
 
 def serve() -> None:
-    """Carry out tasks, a line of JSON each, from stdin; answers go to what was stdout. Ends as soon as stdin does."""
+    """Carry out tasks from stdin, one line of JSON each, and write answers to the original stdout, until stdin ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    # What libraries print is no answer.
+    # Send what libraries print to stderr, so that stdout contains only answers.
     os.dup2(2, 1)
     tasks: list[bytes] = []
     there = threading.Semaphore(0)
@@ -162,7 +162,7 @@ def serve() -> None:
         for line in sys.stdin.buffer:
             tasks.append(line)
             there.release()
-        # The study was killed or has ended: nobody waits for what is under way.
+        # The study was killed or has ended: nobody waits for the current task.
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
@@ -176,7 +176,8 @@ def serve() -> None:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        # At once: the thread that reads holds stdin, over which the interpreter would abort, and the trace not be last.
+        # Exit without cleanup: the reading thread holds stdin, so a normal exit would abort the interpreter and print
+        # more after the traceback.
         os._exit(1)
 
 

@@ -1,1 +1,1 @@
-"""tasks.yaml: its schema, its loading, and the settings that it gives each task."""
+"""tasks.yaml: its schema, its loading, and the settings of each task that follow from it."""

@@ -1,6 +1,7 @@
-"""tasks.yaml, read: values as the schema has them, the line of each, and texts that are there.
+"""Load tasks.yaml: its values with their lines, and checks that all texts exist.
 
-And what each task of a continual run takes: its plan, its training config, and what its base allows.
+It also derives the settings of each task of a continual run: its plan, its training config, and checks against the
+base.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ from surgeon.lab.courses.config.schema import NOTHING, GeneralSource, TasksConfi
 
 _WHAT = "tasks file"
 
-# The operation whose settings a tasks file may give in a plan's place.
+# The operation whose settings a tasks file may give instead of a plan.
 SLOTS = "pmoe_experts"
 
 
 @dataclass(frozen=True)
 class LoadedTasks(Loaded[TasksConfig]):
-    """A tasks file as read, of one row where it has rows, whose settings are `given` too."""
+    """A tasks file as loaded; where the file has `rows`, with the settings of one row applied."""
 
     def where_surgery(self, number: int) -> str:
-        """How an error about what task `number` (from 0) adds begins; of a default, with the task's own line."""
+        """Return the place in the file that sets the surgery of task `number` (from 0), as the beginning of an error.
+
+        Where the default applies, it is the line of the task.
+        """
         general: Place = ("next_plan",) if number and self._has(("next_plan",)) else ("plan",)
         places: list[Place] = [("tasks", number, "plan"), general, ("tasks", number)]
         return self.where(*next(place for place in places if self._has(place)))
@@ -64,19 +68,19 @@ def load_tasks(
     texts: Mapping[str, str | Path] | None = None,
     row: str | None = None,
 ) -> dict[str, LoadedTasks]:
-    """Read and check a tasks file, or the shipped one of this name: once for each of its rows, by their names.
+    """Read and check a tasks file, given by path or by a shipped name, once for each of its rows.
 
     Args:
         tasks: the file or its name.
         overrides: values that replace the file's and the rows': `train.steps=10`.
-        texts: files by the names of sources, which take the place of the `path` of those.
-        row: this row alone.
+        texts: files by the names of sources; each replaces the `path` of its source.
+        row: the only row to load.
 
     Returns:
-        What was read by row; of a file without rows, by an empty name.
+        the loaded tasks by the row's name; for a file without rows, by an empty name.
 
     Raises:
-        BadInput: with file and line, of all that is wrong with the first row that is not as it must be.
+        BadInput: with file and line, for all mistakes of the first row that has any.
     """
     path = find_file(tasks, shipped_tasks(), what=_WHAT)
     rows = _rows(_read(path).data)
@@ -92,7 +96,7 @@ def _read(path: Path) -> Document:
 
 
 def _rows(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings of each row; what is no row is refused with the rest of the file."""
+    """Return the settings of each row by its name; invalid rows are left to the schema check."""
     rows = data.get("rows")
     well = isinstance(rows, dict) and rows and all(isinstance(settings, dict) for settings in rows.values())
     return {str(name): settings for name, settings in rows.items()} if well and isinstance(rows, dict) else {"": {}}
@@ -101,7 +105,7 @@ def _rows(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _load(
     path: Path, row: str, settings: Mapping[str, Any], overrides: Sequence[str], texts: Mapping[str, str | Path]
 ) -> LoadedTasks:
-    # Read anew for each row, whose settings change it.
+    # Read the file again for each row, because a row's settings change the document.
     document = _read(path)
     data = document.data
     rows = {key: data.pop(key) for key in ("rows",) if row}
@@ -131,7 +135,10 @@ def _load(
 
 
 def _named(data: Mapping[str, Any]) -> Iterator[tuple[Place, str, dict[str, Any]]]:
-    """The sources of a file as it was read: the place of each, its name, and itself. What is no source is left out."""
+    """Yield the place, name and mapping of every source in a tasks file's data.
+
+    The data are not checked yet, so an entry that is no mapping counts as an empty one.
+    """
     for number, task in enumerate(_mappings(data.get("tasks"))):
         for nth, source in enumerate(_mappings(task.get("sources"))):
             default = str(task.get("name")) if nth == 0 else f"{task.get('name')}-{nth + 1}"
@@ -142,38 +149,39 @@ def _named(data: Mapping[str, Any]) -> Iterator[tuple[Place, str, dict[str, Any]
 
 
 def _mappings(found: Any) -> list[dict[str, Any]]:
-    """The entries of a list, an empty mapping for what is none."""
+    """Return the entries of a list, with an empty mapping in place of entries that are no mapping."""
     return [entry if isinstance(entry, dict) else {} for entry in found] if isinstance(found, list) else []
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of tasks files, for editors that complete YAML by it."""
+    """Return the JSON schema of tasks files, for completion in editors."""
     return editor_schema(TasksConfig, "surgeon tasks file")
 
 
 def surgery_name(loaded: LoadedTasks, number: int) -> str:
-    """Return what errors call the plan that settings of task `number` become."""
+    """Return the name, in errors, of the plan that is made from the surgery settings of task `number`."""
     return f"{loaded.source} (surgery of {loaded.config.tasks[number].name})"
 
 
 @contextlib.contextmanager
 def at_line(loaded: LoadedTasks, number: int) -> Iterator[None]:
-    """Errors about the surgery of task `number` (from 0) name the line of the tasks file, not of the plan."""
+    """Make errors about the surgery of task `number` (from 0) name the line of the tasks file instead of the plan's."""
     try:
         yield
     except BadInput as error:
         made = re.escape(printable(surgery_name(loaded, number)))
         message = re.sub(rf"^{made}:\d+: (operations\[0\] \({SLOTS}\): )?", "", str(error))
         if message == str(error) and isinstance(loaded.config.surgery(number), dict):
-            # Of the base or the disk, not of what was asked.
+            # The error is about the base or the disk, not about the settings.
             raise
         raise BadInput(f"{loaded.where_surgery(number)}{message}") from None
 
 
 def training_of(config: TasksConfig, number: int) -> TrainConfig:
-    """Return the training config of task `number` (from 0): its own sources, earlier ones and the memory by `replay`.
+    """Return the training config of task `number` (from 0).
 
-    Earlier tasks come first, so that `domain_ids` of task k are k and its slot k - 1, whatever is replayed.
+    Its sources are the task's own ones, and, with the weight `replay`, those of earlier tasks and the memory. Sources
+    of earlier tasks come first, so that the `domain_ids` of task k are k and its slot is k - 1, whatever is replayed.
     """
     task = config.tasks[number]
     replay = config.replay if task.replay is None else task.replay
@@ -196,7 +204,7 @@ def training_of(config: TasksConfig, number: int) -> TrainConfig:
 
 
 def _taught(task: TaskSpec, *, whole: bool) -> list[tuple[str, TaskSource, float]]:
-    """Sources of a training config, shares renormalised to 1: of an earlier task those of its own role alone."""
+    """Return a task's sources with shares that sum to 1: all with `whole`, else only those of the role `task`."""
     named = [entry for entry in task.named_sources() if whole or entry[1].role == "task"]
     total = math.fsum(share for _, _, share in named)
     return [(name, source, share / total) for name, source, share in named]
@@ -214,18 +222,18 @@ def _source(name: str, source: TaskSource, share: float, task: str) -> SourceSpe
 
 
 def own_sources(config: TasksConfig, number: int) -> list[SourceSpec]:
-    """Return the sources of task `number` (from 0), as a training config names them, without earlier tasks' ones."""
+    """Return the sources of task `number` (from 0) for a training config, without sources of earlier tasks."""
     task = config.tasks[number]
     return [_source(name, source, share, task.name) for name, source, share in task.named_sources()]
 
 
 def texts_of(sources: Sequence[GeneralSource]) -> list[TextSpec]:
-    """Return the texts that no task trains on, or those that every task replays, as a training config has texts."""
+    """Return general or memory sources as texts of a training config."""
     return [TextSpec(**text.model_dump()) for text in sources]
 
 
 def every_text(config: TasksConfig) -> list[tuple[Place, TextSpec]]:
-    """Return every text of a tasks file with its place: the tasks' sources, then those of `general` and `memory`."""
+    """Return every text of a tasks file with its place: first the tasks' sources, then `general` and `memory`."""
     found: list[tuple[Place, TextSpec]] = [
         (("tasks", number, "sources", nth), source)
         for number in range(len(config.tasks))
@@ -237,7 +245,7 @@ def every_text(config: TasksConfig) -> list[tuple[Place, TextSpec]]:
 
 
 def check_texts(loaded: LoadedTasks) -> None:
-    """Raise BadInput with every text of the tasks file that is not there, by its line."""
+    """Raise BadInput that lists every text of the tasks file that does not exist, with its line."""
     texts = every_text(loaded.config)
     wrong = [f"{loaded.where(*place, key)}{why}" for place, text in texts for key, why in check_source(text, loaded)]
     if wrong:
@@ -245,7 +253,7 @@ def check_texts(loaded: LoadedTasks) -> None:
 
 
 def plans_of(loaded: LoadedTasks) -> list[LoadedPlan | None]:
-    """The plan of each task; None where nothing is added. Raises BadInput."""
+    """Return the plan of each task; None for a task that adds nothing. Raises BadInput for a plan that is not valid."""
     return [_plan_of(loaded, number) for number in range(len(loaded.config.tasks))]
 
 
@@ -257,14 +265,14 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
         with at_line(loaded, number):
             found = find_plan(asked, beside=loaded.source.parent)
         return load_plan(found.path, found.overrides)
-    # Seeds differ by the slot's number in tensors' names.
+    # One seed is enough: tensors' names contain the slot's number, so slots get different random weights.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):
         return parse_plan(written_yaml(plan), source=surgery_name(loaded, number))
 
 
 def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: Checkpoint) -> None:
-    """Raise BadInput for settings that a later task's training would refuse."""
+    """Raise BadInput for settings that some task's training would refuse, also because of slots in the base."""
     context = base.context
     operations: list[str] = []
     for number, plan in enumerate(plans):

@@ -1,4 +1,4 @@
-"""tasks.yaml: the schema of a continual run. Strict: nothing unknown gets through, and what can be refused is."""
+"""The schema of tasks.yaml, the file of a continual run. Unknown keys and invalid values are refused."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NAME = r"^[A-Za-z0-9_-]{1,40}$"
 NOTHING = "none"
 _PATH = "file (.jsonl, .json, .txt, .parquet) or folder of them; left out: --text NAME=FILE gives it"
 
-# Of each pair a training takes one.
+# Pairs of keys of which a training may have only one.
 EXCLUDING = (("steps", "epochs"), ("what", "lora"))
 
-# As many as a training config takes: the last task may replay all of them.
+# The limit of a training config, because the last task may replay all sources.
 _MOST_SOURCES = 100
 
 
 class ExpertSettings(Entry):
-    """Settings of `pmoe_experts`. Keys left out have that operation's defaults."""
+    """Settings of `pmoe_experts`. Keys that are left out have that operation's defaults."""
 
     rank: Annotated[int | None, Field(ge=1, le=2**16, description="rank of every LoRA")] = None
     alpha: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="LoRA's α; default: the rank")] = None
@@ -85,7 +85,7 @@ class GeneralSource(UnlabelledSpec):
 
 
 class TrainSettings(RunSettings):
-    """How a task trains. Keys left out have the defaults of a training config."""
+    """How a task trains. Keys that are left out have the defaults of a training config."""
 
     steps: Annotated[int | None, Field(ge=1, description="optimizer steps")] = None
     epochs: Annotated[
@@ -114,7 +114,7 @@ class TrainSettings(RunSettings):
 
 
 class TaskSpec(Entry):
-    """One task."""
+    """One task of a continual run."""
 
     name: Annotated[str, Field(pattern=_NAME, description="letters, digits, _ and -")]
     sources: Annotated[list[TaskSource], Field(min_length=1, max_length=100, description="the task's text")]
@@ -133,7 +133,7 @@ class TaskSpec(Entry):
         return self
 
     def named_sources(self) -> list[tuple[str, TaskSource, float]]:
-        """Its sources with their names and shares (which sum to 1)."""
+        """Return the task's sources with their names and shares; the shares sum to 1."""
         given = [source.share for source in self.sources if source.share is not None]
         missing = len(self.sources) - len(given)
         rest = (1 - math.fsum(given)) / missing if missing else 0.0
@@ -230,7 +230,10 @@ class TasksConfig(Entry):
             )
 
     def training(self, number: int) -> dict[str, Any]:
-        """How task `number` (from 0) trains, as plain data, but for the optimizer: the file's, and its own instead."""
+        """Return the training settings of task `number` (from 0) as plain data, without the optimizer.
+
+        The task's own settings replace the file's.
+        """
         own, general = self.tasks[number].train.given(), self.train.given()
         for one, other in EXCLUDING:
             for key, instead in ((one, other), (other, one)):
@@ -239,7 +242,7 @@ class TasksConfig(Entry):
         return general | own
 
     def surgery(self, number: int) -> str | dict[str, Any]:
-        """What task `number` (from 0) adds: settings of `pmoe_experts` as in a plan, a plan's name, or NOTHING."""
+        """Return the surgery of task `number` (from 0): settings of `pmoe_experts`, a plan's name, or NOTHING."""
         own = self.tasks[number].plan
         general = self.plan if number == 0 or self.next_plan is None else self.next_plan
         chosen = general if own is None else own
@@ -249,12 +252,12 @@ class TasksConfig(Entry):
         if number and isinstance(self.next_plan, ExpertSettings):
             settings |= _given(self.next_plan)
         settings |= _given(chosen)
-        # The router stays where the first task put it; what a first task has not, it cannot let train on.
+        # The first task fixes the router's place, and it has no earlier tensors that could train further.
         for key in ("threshold",) if number else ("new_slot_mass", "trains_also"):
             settings.pop(key, None)
         return settings
 
 
 def _given(settings: ExpertSettings) -> dict[str, Any]:
-    """What was said, without what was left out, as plain data."""
+    """Return the keys that the file sets, as plain data."""
     return settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no network, by the template report.html."""
+"""The report as one HTML file that needs no network, made from the template report.html."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from surgeon.operations.operation import Paper
 from surgeon.verification.verification import Verification
 
 _TEMPLATE = Path(__file__).with_name("report.html")
-# Checks that only training, or an edit of new tensors, makes fail.
+# Checks that fail only after training, or after an edit of new tensors.
 _AT_BIRTH = frozenset({"silent at birth", "constants", "new tensors"})
 
 
 def render(findings: Findings) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     history, verification = findings.history, findings.verification
     return rendered(
         _TEMPLATE,
@@ -43,7 +43,7 @@ def render(findings: Findings) -> str:
 
 
 def _state(verification: Verification | None) -> tuple[str, str]:
-    """What was proven for the page in a few words, and their tone."""
+    """Return a short text about what was proven, and its tone (good, warn or bad)."""
     if verification is None:
         return "not run for this report", "warn"
     if not verification.holds:
@@ -66,7 +66,7 @@ def _changed_since_birth(verification: Verification) -> bool:
 
 
 def _budget_bars(budget: Budget) -> Markup:
-    """Draw parameters by their origin, as shares of all."""
+    """Draw the parameter counts by origin, as shares of the total."""
     counts = {"base": (budget.base, 5), "earlier": (budget.earlier, 2), "new": (budget.new, 0)}
     counts["trainable"] = (budget.trainable, 1)
     shown = [
@@ -84,7 +84,7 @@ def _short(number: int) -> str:
 
 
 def _papers(history: History) -> list[Paper]:
-    """The papers of all operations, by how each made its layers."""
+    """Return the papers of all operations, given the inits of the layers that each operation made."""
     return papers_of(
         (entry.op, [layer.init for layer in m.layers if layer.base is None and layer.operation == number])
         for m in history.surgeries.values()

@@ -1,6 +1,6 @@
-"""Pictures of what was measured, for the template measured.html: maps, routers and gates, weights, states, learning.
+"""Figures of measurements for the template measured.html: maps, routers and gates, weights, states, learning.
 
-A picture comes with its caption. Transport maps are PNGs of a few hundred bytes in the page itself.
+Each figure has a caption. Transport maps are PNGs of a few hundred bytes, embedded in the page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from surgeon.lab.reports.transport import MapFact
 
 Captioned = tuple[Markup, str]
 
-# How many styles there are of lines.
+# The number of line styles.
 _STYLES = 6
 _SHORT = {"attention": "attn"}
 
@@ -60,7 +60,7 @@ def _each(by_module: Mapping[str, Sequence[MapFact]]) -> str:
 
 
 def control_states(report: RoutingReport) -> tuple[list[Captioned], float]:
-    """Draw the control states that each site takes, a grid for each text, and return the largest weight too."""
+    """Draw the control states that each site takes, a grid for each text; also return the largest weight."""
     names = [f"{layer}.{_SHORT.get(kind, kind)}" for layer, kind in report.sites]
     largest = _largest(row for text in report.texts.values() for row in text.states)
     drawn = []
@@ -83,7 +83,7 @@ def control_states(report: RoutingReport) -> tuple[list[Captioned], float]:
 
 
 def routed_experts(report: RoutingReport) -> tuple[list[Captioned], float]:
-    """Draw the experts that tokens take, a grid for each text, and return the largest share too."""
+    """Draw the experts that tokens take, a grid for each text; also return the largest share."""
     largest = _largest(found.tokens for text in report.texts.values() for found in text.experts.values())
     drawn = []
     for nth, (name, text) in enumerate(report.texts.items()):
@@ -110,12 +110,12 @@ def _largest(rows: Iterable[Sequence[float]]) -> float:
     return max((value for row in rows for value in row), default=0.0) or 1.0
 
 
-# A table of numbers: its caption, its named rows, and the number of the fullest shade.
+# A shaded table of numbers: its caption, its named rows, and the number that gets the strongest shade.
 _Shaded = tuple[str, list[tuple[str, list[float | None]]], float]
 
 
 def gate_tables(report: RoutingReport) -> list[_Shaded]:
-    """Return the numbers of gates by text: of adapters three tables, of interpolators one."""
+    """Return tables of the gates' numbers by text: three for adapters, one for interpolators."""
     by_text = [text.gates for text in report.texts.values()]
     adapters = [gate for gate in report.gates if any(g.get(gate) and g[gate].loudness is not None for g in by_text)]
     shares = [gate for gate in report.gates if gate not in adapters]
@@ -138,12 +138,12 @@ def gate_tables(report: RoutingReport) -> list[_Shaded]:
 
 
 def complete(spectra: Iterable[Spectrum]) -> list[Spectrum]:
-    """Return those of which both matrices have singular values."""
+    """Return the spectra for which both matrices have singular values."""
     return [s for s in spectra if s.adapter and s.backbone]
 
 
 def spectra_lines(spectra: Sequence[Spectrum]) -> Markup:
-    """Draw singular values of adapters and backbone, layers in the mean (Neutral Residues, Figure 3)."""
+    """Draw the singular values of adapters and backbone, averaged over layers (Neutral Residues, Figure 3)."""
     return lines(
         "Singular values of adapters and backbone",
         [
@@ -157,7 +157,7 @@ def spectra_lines(spectra: Sequence[Spectrum]) -> Markup:
 
 
 def _mean(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, float]]:
-    """The mean spectrum, by rank as a share of all; of a long one about 64 values."""
+    """Return the mean spectrum by rank, as a share of all ranks; a long spectrum is reduced to about 64 values."""
     count = min(map(len, rows))
     span = max(1, count - 1)
     kept = sorted({*range(0, count, max(1, count // 64)), count - 1})
@@ -165,14 +165,14 @@ def _mean(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, float]]:
 
 
 def effective(values: tuple[float, ...]) -> float:
-    """Return how many singular values count: exp of the entropy of σ² as shares."""
+    """Return the effective number of singular values: exp of the entropy of the normalised σ²."""
     squares = [value * value for value in values]
     total = sum(squares)
     return math.exp(-sum(s / total * math.log(s / total) for s in squares if s > 0))
 
 
 def alignment(layers: Sequence[Alignment]) -> list[Captioned]:
-    """Draw how far the branches of control blocks are apart (Control LLM, Figures 3 and 8)."""
+    """Draw the distances between the branches of control blocks (Control LLM, Figures 3 and 8)."""
     across = Axis.over("layer", (a.layer for a in layers))
     last = layers[-1]
     return [
@@ -232,7 +232,7 @@ def curve_lines(curves: Sequence[Curve]) -> Markup:
 
 
 def gate_bars(gate: GateActivity, run: int) -> list[Captioned]:
-    """Draw the shares of new and of original tokens on which a run's gate was open: by length of prefixes, and all."""
+    """Draw the shares of new and of original tokens for which a run's gate was open, by prefix length and overall."""
     drawn = []
     for role, style, better in (
         ("new", 2, "The higher the more is learned."),
@@ -248,13 +248,13 @@ def gate_bars(gate: GateActivity, run: int) -> list[Captioned]:
     return drawn
 
 
-# From no mass to most, dark to light: readable on either background, and in grey.
+# Colours from the least mass (dark) to the most (light): readable on dark and light backgrounds, and in grey.
 _STOPS = ((20, 20, 60), (60, 60, 140), (40, 130, 140), (90, 190, 110), (250, 230, 60))
 COLOURS = ",".join(f"rgb{stop}" for stop in _STOPS)
 
 
 def heat_png(heat: HeatMap) -> Markup:
-    """Encode a map on a logarithmic scale: from its smallest cell, at least a millionth of the largest, to that one."""
+    """Encode a map as a PNG with logarithmic colours, from `heat_range`'s lower to its upper value."""
     low, high = heat_range(heat)
     pixels = b"".join(b"\0" + b"".join(_colour(value, low, high) for value in row) for row in heat.cells)
     width = len(heat.cells[0]) if heat.cells else 1
@@ -262,7 +262,10 @@ def heat_png(heat: HeatMap) -> Markup:
 
 
 def heat_range(heat: HeatMap) -> tuple[float, float]:
-    """Return the shares of the darkest and the lightest colour."""
+    """Return the values of the darkest and the lightest colour: the smallest positive cell and the largest.
+
+    The darkest is at least a millionth of the lightest.
+    """
     values = [value for row in heat.cells for value in row if value > 0]
     high = max(values, default=1.0)
     return max(min(values, default=high), high * 1e-6), high

@@ -1,6 +1,6 @@
-"""The layer stack as a picture: the first base's layers on the left, the output's on the right, top layer on top.
+"""The layer stack as a picture: the first base's layers on the left, the output's layers on the right, top layer first.
 
-Embeddings and output head have rows of their own where they grew.
+Embeddings and output head have their own rows where they grew.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from surgeon.operations import legends
 _ROW, _TALL = 24.0, 20.0
 _OLD_WIDTH, _NEW_LEFT = 42.0, 84.0
 _HEAD = 20.0
-# What a box leaves free on the right, for the triangle.
+# Free space at the right end of a box, for the triangle.
 _FLAG = 24.0
-# A mark's width, and how much wider each letter after the second makes it.
+# A mark's width, and the additional width for each letter after the second.
 _PILL, _LETTER = 28.0, 6.0
 
 _WORDS = {
@@ -35,7 +35,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn stack: its parts, their height, and what they show in a sentence."""
+    """A drawn stack: its parts, its height, and a sentence that describes it."""
 
     parts: tuple[Markup, ...]
     height: float
@@ -43,19 +43,19 @@ class Drawn:
 
 
 def stack_figure(history: History, ends: Sequence[WiderEnd] = ()) -> Markup:
-    """Return the picture. Every layer is a box; lines lead from a base layer to its present place."""
+    """Return the picture. Every layer is a box; lines connect a base layer to its present place."""
     drawn = drawn_stack(history, ends, width=WIDTH)
     size = (WIDTH, drawn.height)
     return drawing("The layer stack, old and new", drawn.summary, size, *drawn.parts, key="stack", class_="chart stack")
 
 
 def drawn_stack(history: History, ends: Sequence[WiderEnd] = (), *, width: float) -> Drawn:
-    """Draw the stack, `width` units wide."""
+    """Return the stack drawn `width` units wide."""
     layers = history.layers
     rows = max(len(layers), history.base_layers)
     below, above = [end for end in ends if end.below], [end for end in ends if not end.below]
     lowest = _HEAD + _ROW * (rows + len(above) - 1)
-    # Of the shorter stack, half of the missing rows are below it.
+    # The shorter stack is centred: half of its missing rows are below it.
     old, new = ((rows - count) / 2 for count in (history.base_layers, len(layers)))
     carried = grafts_of(history.lineage.surgeries[0].base.config)
     parts = [
@@ -84,7 +84,7 @@ def drawn_stack(history: History, ends: Sequence[WiderEnd] = (), *, width: float
 
 
 def _way(old: float, new: float) -> Markup:
-    """The line from a base layer to its place, by their tops."""
+    """Return the line from a base layer to its present place; `old` and `new` are the tops of the boxes."""
     here, there, right = old + _TALL / 2, new + _TALL / 2, _NEW_LEFT
     bend = f"M{_OLD_WIDTH} {here:g}C{_OLD_WIDTH + 22} {here:g} {right - 22} {there:g} {right} {there:g}"
     return el("path", d=bend, class_="path")
@@ -98,7 +98,7 @@ def _old_box(words: str, y: float, kind: str) -> list[Markup]:
 
 
 def _end(end: WiderEnd, y: float, width: float) -> Markup:
-    """Embeddings or head: the base's part, and beside it what is new."""
+    """Return the row of the embeddings or the output head: a box with the base's part and the new part."""
     name = "embeddings" if end.below else "output head"
     box = width - _NEW_LEFT - 1
     return el(
@@ -114,19 +114,19 @@ def _end(end: WiderEnd, y: float, width: float) -> Markup:
 
 
 def _grown(end: WiderEnd) -> str:
-    """The sides that grew."""
+    """Return the old and new sizes of the sides that grew, as text."""
     sides = zip(("rows", "columns"), end.before, end.after, strict=True)
     return ", ".join(f"{before:,} → {after:,} {side}" for side, before, after in sides if before != after)
 
 
 def _beside(share: float, y: float, width: float) -> Markup:
-    """The new part of a box: as much of its right end as `share`."""
+    """Return the new part of a box: its right end, as wide as `share` of the box."""
     long = (width - _NEW_LEFT - 1) * share
     return el("rect", x=width - 1 - long, y=y + 0.5, width=long, height=_TALL - 1, rx=3, class_="beside")
 
 
 def origin_words(layer: StackLayer) -> str:
-    """A layer's origin in a few words."""
+    """Return a layer's origin in a few words."""
     if layer.origin == "widened":
         return f"{layer.init}, {layer.share:.0%} new"
     if layer.base is not None:
@@ -137,7 +137,10 @@ def origin_words(layer: StackLayer) -> str:
 
 
 def legend_rows(history: History, ends: Sequence[WiderEnd] = ()) -> list[tuple[Markup, str]]:
-    """The boxes, letters and triangles that occur, each with its meaning; a sample is 30 units wide and 20 tall."""
+    """Return a sample and its meaning for each kind of box, letter and triangle in the picture.
+
+    A sample is 30 units wide and 20 units tall.
+    """
     origins = {layer.origin for layer in history.layers} | ({"widened"} if ends else set())
     rows = [(_sample(origin), _WORDS[origin]) for origin in _WORDS if origin in origins]
     if len({layer.base for layer in history.layers} - {None}) < history.base_layers:
@@ -145,7 +148,7 @@ def legend_rows(history: History, ends: Sequence[WiderEnd] = ()) -> list[tuple[M
     if ends or any(layer.trains for layer in history.layers):
         widened = "widened" in origins
         rows.append((_trains(10, 4), "what is new in it trains" if widened else "the layer's own weights train"))
-    # A graft that no operation here explains is called as the manifest calls it.
+    # A graft that is unknown to all operations gets its name in the manifest.
     known = legends()
     signs: dict[str, Mark] = {}
     for layer in history.layers:
@@ -166,7 +169,7 @@ def _sample(origin: str) -> Markup:
 
 
 def legend(history: History, ends: Sequence[WiderEnd] = ()) -> Markup:
-    """The legend as a list beside the picture."""
+    """Return the legend as a list."""
     return el("ul", *(_legend_row(sample, words) for sample, words in legend_rows(history, ends)), class_="legend")
 
 
@@ -198,7 +201,7 @@ def _layer(layer: StackLayer, y: float, width: float) -> Markup:
 
 
 def _grouped(marks: tuple[Mark, ...]) -> list[tuple[str, bool]]:
-    """One sign for each kind, slots as a range; heavy where one of them trains."""
+    """Return (sign, whether a graft of it trains) for each kind of graft; slots are combined into a range."""
     order = list(legends())
     groups: dict[str, list[Mark]] = {}
     for mark in sorted(marks, key=lambda mark: order.index(mark.sign[:1]) if mark.sign[:1] in order else len(order)):

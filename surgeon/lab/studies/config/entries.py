@@ -1,6 +1,6 @@
-"""What a study lists: its texts, remedies against forgetting, methods and claims, entry by entry.
+"""The schema of a study's entries: texts, remedies against forgetting, methods and claims.
 
-Strict: nothing unknown gets through, and what can be refused before the first run is.
+Unknown keys are refused, and so is everything else that can be refused before the first run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from surgeon.common.schema import Entry
 
 _NAME = r"^[A-Za-z0-9_.-]{1,60}$"
 
-# Every comparison has these; what a study leaves out of them is added.
+# Every comparison contains these methods; those that a study leaves out are added.
 PEERS = ("full", "lora", "partial")
-# A frontier has at least so many rates, and neighbours are about this far apart.
+# The fewest rates of a frontier, and the smallest and largest factor between neighbouring rates.
 FEWEST_RATES = 4
 _NEAREST, _FARTHEST = 1.5, 4.0
 
@@ -45,7 +45,7 @@ class StudyText(UnlabelledSpec):
 
     @property
     def called(self) -> str:
-        """Its name; by default the file's."""
+        """The text's name; by default made from the file's name."""
         return self.name or re.sub(r"[^A-Za-z0-9_-]", "_", Path(self.path).name.partition(".")[0])[:60] or "text"
 
     @model_validator(mode="after")
@@ -58,7 +58,7 @@ class StudyText(UnlabelledSpec):
 
 
 class ReplaySpec(Entry):
-    """Text of what the base knows, mixed into training."""
+    """Replay: text that the base knows, mixed into training."""
 
     source: Annotated[
         Literal["text", "recall"],
@@ -70,7 +70,7 @@ class ReplaySpec(Entry):
 
 
 def _fair(rates: list[float]) -> list[float]:
-    """The rates. Raises ValueError for those of which no fair frontier comes."""
+    """Return the rates. Raises ValueError for rates that are repeated, out of range, or too close or too far apart."""
     ordered = sorted(rates)
     if len(set(rates)) < len(rates):
         raise ValueError("a rate is given twice; give each once")
@@ -100,7 +100,7 @@ Rates = Annotated[list[float], Field(min_length=1, max_length=40), AfterValidato
 
 
 class Remedy(Entry):
-    """A remedy against forgetting. Every method runs with every remedy."""
+    """A remedy against forgetting. A method runs with every remedy, or with those that its `remedies` names."""
 
     name: Annotated[str, Field(pattern=_NAME, description="name in results")]
     replay: Annotated[ReplaySpec | None, Field(description="text mixed into training; default: none")] = None
@@ -116,7 +116,7 @@ class Remedy(Entry):
 
     @property
     def fisher(self) -> int:
-        """How many sequences of original text it reads before the first step at most."""
+        """The largest number of sequences of original text that are read for `fisher` before the first step."""
         return 0 if self.preserve is None else self.preserve.fisher
 
     @model_validator(mode="after")
@@ -143,15 +143,16 @@ class Remedy(Entry):
 
 
 class Partial(Entry):
-    """Whole layers of the base that train; all else is frozen."""
+    """Partial tuning: some whole layers of the base train, all other tensors are frozen."""
 
     every: Annotated[int, Field(ge=1, le=1000, description="4: every fourth layer, counted from the bottom")] = 4
 
 
 class TrainSettings(RunSettings):
-    """How runs train. Keys mean what they mean in a training config, with its defaults.
+    """How runs train. Keys have the meaning and the defaults of a training config.
 
-    Of `optimizer`: a cosine to a tenth of the peak rate, 5 % warm-up, betas 0.9 and 0.95, no weight decay, clip 1.
+    Defaults of `optimizer` differ: cosine to a tenth of the peak rate, 5 % warm-up, betas 0.9 and 0.95, no weight
+    decay, clip 1.
     """
 
     @model_validator(mode="after")
@@ -213,12 +214,12 @@ class MethodSpec(Entry):
 
     @property
     def kind(self) -> str:
-        """`plan`, or which of PEERS."""
+        """`plan`, or one of PEERS."""
         return next(key for key in ("plan", *PEERS) if getattr(self, key) is not None)
 
     @property
     def called(self) -> str:
-        """Its name in results."""
+        """The method's name in results."""
         if self.name is not None:
             return self.name
         if self.plan is None:
@@ -228,7 +229,7 @@ class MethodSpec(Entry):
 
     @property
     def words(self) -> str:
-        """What people call it."""
+        """The method's name for people."""
         if self.label is not None:
             return self.label
         plain = {"full": "full fine-tuning", "lora": "LoRA", "partial": "partial tuning"}
@@ -236,7 +237,7 @@ class MethodSpec(Entry):
 
 
 class Claim(Entry):
-    """A comparison that a paper makes: `better` beats `worse`, both names of methods (or `METHOD/REMEDY`)."""
+    """A paper's claim that `better` beats `worse`; both are names of methods, or `METHOD/REMEDY`."""
 
     says: Annotated[str, Field(min_length=1, max_length=300, description="the claim in words")]
     better: Annotated[str, Field(min_length=1, description="METHOD, or METHOD/REMEDY")]

@@ -1,4 +1,4 @@
-"""study.yaml, read: values as the schema has them, the line of each, plans that methods name, texts that are there."""
+"""Load study.yaml: its values with their lines, the plans that methods name, and checks that all texts exist."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _NEEDS = "`surgeon_study: 1` and `methods:`"
 
 @dataclass(frozen=True)
 class LoadedStudy(Loaded[Study]):
-    """A study as read; relative paths of options start at the current folder.
+    """A study as loaded; relative paths in command-line options start at the current folder.
 
-    `plans` are those of methods, by the methods' names; `notes` what is to be said of its base.
+    `plans` contains the plans by the names of their methods. `notes` lists remarks about the base.
     """
 
     plans: Mapping[str, LoadedPlan] = field(default_factory=dict)
@@ -52,18 +52,18 @@ class LoadedStudy(Loaded[Study]):
 
     @property
     def gated(self) -> frozenset[str]:
-        """Methods whose plan has a domain gate, which is fitted before the first step."""
+        """The names of methods whose plan has a domain gate, which is fitted before the first step."""
         operations = {name: loaded.plan.operations for name, loaded in self.plans.items()}
         return frozenset(name for name, each in operations.items() if any(op.op == _GATE for op in each))
 
     @property
     def shown(self) -> str:
-        """What errors call the study: its name where it ships with surgeon, else its file."""
+        """The study's name in errors: its short name where it ships with surgeon, else its file."""
         names = (name for name, path in shipped_studies().items() if path == self.source)
         return next(names, printable(str(self.source)))
 
     def texts(self, group: Group) -> list[StudyText]:
-        """The texts of a kind, with shares that sum to 1."""
+        """Return the texts of a group, with shares that sum to 1."""
         texts = getattr(self.config, group)
         given = math.fsum(text.share for text in texts if text.share is not None)
         sizes = [0 if text.share is not None else self._size(text) for text in texts]
@@ -76,7 +76,7 @@ class LoadedStudy(Loaded[Study]):
         ]
 
     def _size(self, text: StudyText) -> int:
-        """Bytes of a text's files; 1 where they are not here."""
+        """Return the size of a text's files in bytes; 1 for a dataset on the Hub."""
         if text.path.startswith("dataset:"):
             return 1
         return sum(file.stat().st_size for file in text_files(self.resolve(text.path))) or 1
@@ -90,7 +90,7 @@ def load_study(
     original: Sequence[str | Path] = (),
     replayed: Sequence[str | Path] = (),
 ) -> LoadedStudy:
-    """Read and check a study; `overrides` and texts that are given replace the file's. BadInput names file and line."""
+    """Read and check a study; `overrides` and given texts replace the file's. Raises BadInput with file and line."""
     path = find_file(study, shipped_studies(), what=_WHAT)
     document = read_yaml(path, what=_WHAT, needs=_NEEDS)
     _spell_out(document.data)
@@ -123,14 +123,14 @@ def load_study(
 
 
 def _spell_out(data: dict[str, Any]) -> None:
-    """Methods and texts that are given by a name or a path alone become entries."""
+    """Replace methods and texts that are given only by a name or a path with mappings, in place."""
     for key, entry_of in _SHORT.items():
         if isinstance(data.get(key), list):
             data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
 
 
 def _expand(document: Document, key: str, several: Callable[[dict[str, Any]], list[Any]]) -> None:
-    """Put what `several` makes of each mapping in the list at `key` in its place, and its lines.
+    """Replace each mapping in the list at `key` with the mappings that `several` makes of it, and copy its lines.
 
     Raises BadInput for a sweep with mistakes in it.
     """
@@ -148,10 +148,10 @@ def _expand(document: Document, key: str, several: Callable[[dict[str, Any]], li
 
 
 def _swept(remedy: dict[str, Any]) -> list[dict[str, Any]]:
-    """A remedy for each combination of the values in its `sweep`, named by them; else the remedy alone."""
+    """Return a remedy for each combination of values in `sweep`, named by the values; without `sweep`, only itself."""
     sweep = remedy.get("sweep")
     if not isinstance(sweep, dict) or not all(isinstance(values, list) and values for values in sweep.values()):
-        # The schema says what is wrong with it.
+        # The schema check reports what is wrong with it.
         return [remedy]
     found = []
     for values in itertools.product(*sweep.values()):
@@ -169,12 +169,12 @@ def _swept(remedy: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _word(value: Any) -> str:
-    """A swept value in a name."""
+    """Return a swept value as a part of a name."""
     return "_".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The method of each point where a method's plan is a sweep; else the method alone."""
+    """Return a method for each point where the method's plan is a sweep; else only the method."""
     if not isinstance(method.get("plan"), str):
         return [method]
     beside = folder / method["plan"]
@@ -192,7 +192,7 @@ def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-# How a method's name and label go on in those of a sweep's points.
+# Separators between a method's name or label and the name of a sweep's point.
 _OF_POINT = {"name": "-", "label": ", "}
 
 
@@ -203,13 +203,13 @@ _SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def _text_of(given: str | Path) -> dict[str, Any]:
-    """What an option says: a file, or NAME=FILE; its path starts in the current folder."""
+    """Return the entry for a file that an option gives as FILE or NAME=FILE; its path starts in the current folder."""
     name, file = named(given)
     return {"path": from_here(file)} | ({} if name is None else {"name": name})
 
 
 def _absent(loaded: LoadedStudy) -> list[str]:
-    """Every text that is not there, by its line or option."""
+    """Return an error for every text that does not exist, with its line or option."""
     return [
         f"{loaded.where(group, number, key)}{why}"
         for group in GROUPS
@@ -219,12 +219,12 @@ def _absent(loaded: LoadedStudy) -> list[str]:
 
 
 def source_of(text: StudyText) -> SourceSpec:
-    """Return a text of a study as a training config names it."""
+    """Return a text of a study as a source of a training config."""
     return SourceSpec(name=text.called, path=text.path, share=1.0, validation=text.validation, **text.reading)
 
 
 def _learned_and_kept(loaded: LoadedStudy) -> list[str]:
-    """Every file that is to be learned, and is also what must not be forgotten."""
+    """Return an error for every file that is both new text and original or replayed text."""
     new = {loaded.resolve(text.path).resolve() for text in loaded.config.new if not text.path.startswith("dataset:")}
     return [
         f"{loaded.where(group, number, 'path')}{printable(text.path)} is new text too, and what is learned cannot be"
@@ -236,7 +236,7 @@ def _learned_and_kept(loaded: LoadedStudy) -> list[str]:
 
 
 def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
-    """The plans of methods; what is no plan, or a wrong one, goes to `wrong`."""
+    """Return the plans of methods by name; append errors about missing or invalid plans to `wrong`."""
     found = {}
     for number, method in enumerate(loaded.config.methods):
         if method.plan is None:
@@ -255,9 +255,9 @@ def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of studies, for editors that complete YAML by it."""
+    """Return the JSON schema of studies, for completion in editors."""
     schema = editor_schema(Study, "surgeon study")
     for key in _SHORT:
-        # A name or a path alone is an entry too.
+        # An entry may also be only a name or a path.
         schema["properties"][key]["items"] = {"anyOf": [{"type": "string"}, schema["properties"][key]["items"]]}
     return schema

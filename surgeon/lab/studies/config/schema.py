@@ -1,6 +1,6 @@
-"""study.yaml: the schema of what is compared (methods, and remedies against forgetting), on what text, at which rates.
+"""The schema of study.yaml: methods and remedies against forgetting to compare, the texts, and the learning rates.
 
-Strict: nothing unknown gets through, and what can be refused before the first run is.
+Unknown keys are refused, and so is everything else that can be refused before the first run.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Study(Entry):
 
     @property
     def all_methods(self) -> list[MethodSpec]:
-        """All of them, full fine-tuning first, with the peers that the file left out."""
+        """All methods, full fine-tuning first, including the peers that the file left out."""
         there = {method.kind for method in self.methods}
         added = [MethodSpec.model_validate(spelled_out(kind)) for kind in PEERS if self.peers and kind not in there]
         order = {kind: number for number, kind in enumerate(PEERS)}
@@ -155,7 +155,7 @@ class Study(Entry):
 
     @property
     def entries(self) -> list[tuple[MethodSpec, Remedy]]:
-        """What has a frontier of its own: every method with each of its remedies."""
+        """All pairs of a method and one of its remedies; each pair has its own frontier."""
         return [
             (method, remedy)
             for method in self.all_methods
@@ -164,28 +164,28 @@ class Study(Entry):
         ]
 
     def rates_of(self, method: MethodSpec, remedy: Remedy) -> list[float]:
-        """The rates that an entry begins with, ascending."""
+        """Return the initial rates of a method with a remedy, ascending."""
         return sorted(remedy.rates or method.rates or self.rates)
 
     def seeds_of(self, method: MethodSpec) -> int:
-        """How many seeds a method runs with."""
+        """Return the number of seeds of a method."""
         return method.seeds or self.seeds
 
     @property
     def run_steps(self) -> int | None:
-        """Optimizer steps of every run; None where runs have so many bytes, and each its own steps."""
+        """Optimizer steps of every run; None where the budget is in bytes, and steps differ between runs."""
         if self.bytes is not None:
             return None
         return self.steps or math.ceil((self.tokens or 1) / (self.batch * self.length))
 
     @property
     def run_tokens(self) -> int | None:
-        """Tokens of every run; None where each has its own."""
+        """Tokens of every run; None where the budget is in bytes."""
         return None if self.run_steps is None else self.run_steps * self.batch * self.length
 
     @property
     def budget(self) -> dict[str, int]:
-        """What every run has."""
+        """The budget of every run, as shown in results: text, batch, length and seeds."""
         text = {"bytes": self.bytes or 0}
         if self.run_steps is not None and self.run_tokens is not None:
             text = {"steps": self.run_steps, "tokens": self.run_tokens}
@@ -194,7 +194,7 @@ class Study(Entry):
 
     @property
     def budget_words(self) -> str:
-        """How much text a run has, in words."""
+        """The amount of text of a run, in words."""
         return f"{self.run_tokens:,} tokens" if self.bytes is None else f"{self.bytes:,} bytes of new text"
 
     @property
@@ -203,13 +203,13 @@ class Study(Entry):
         return not self.original or self.replays("recall")
 
     def replays(self, source: Literal["text", "recall"]) -> bool:
-        """Whether a remedy replays text that is given, or that the base writes."""
+        """Return whether a remedy replays given text (`text`), or text that the base writes (`recall`)."""
         replays = [remedy.replay for _, remedy in self.entries]
         return any(replay is not None and replay.source == source for replay in replays)
 
 
 def spelled_out(method: str) -> dict[str, Any]:
-    """The entry of a method that is given by its name alone."""
+    """Return the mapping for a method that the file gives only by name."""
     match method:
         case "full":
             return {"full": True}

@@ -1,6 +1,6 @@
-"""What a study takes on its base: the training config of each run, and what the file leaves open.
+"""The training config of each run of a study, and settings that depend on the base.
 
-The training config is what `surgeon train` is given, the same keys that a person would write.
+The training config has the same keys as one that a person writes for `surgeon train`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from surgeon.lab.studies.config.loading import LoadedStudy
 from surgeon.lab.studies.config.schema import Study
 
 RECALLED = "recalled"
-# Of what the base writes, held out where there is no original text to measure on.
+# Share of the base's text that is held out where there is no original text to measure on.
 _RECALLED_HELD_OUT = 0.2
-# Of what is replayed, held out where a domain gate chooses its threshold by it.
+# Share of replayed text that is held out where a domain gate chooses its threshold on it.
 _HELD_OUT_OF_GATE = 0.1
-# The same schedule for every method: what differs is the rate.
+# Every method has the same schedule; only the rate differs.
 _OPTIMIZER: dict[str, Any] = {
     "schedule": "cosine",
     "warmup": 0.05,
@@ -29,15 +29,15 @@ _OPTIMIZER: dict[str, Any] = {
     "clip": 1.0,
 }
 _FLOOR = 0.1
-# Longer runs keep checkpoints, so that a kill costs less than the whole run.
+# Steps between checkpoints of longer runs, so that an interruption costs less than the whole run.
 _CHECKPOINTS = 500
 _MOST_RECALLED = 100_000
-# Steps that no run has.
+# More steps than any run has.
 _NEVER = 10**9
 
 
 def measured_names(loaded: LoadedStudy) -> tuple[list[str], list[str]]:
-    """The new texts and the original ones that losses are measured on, by name."""
+    """Return the names of the new texts and of the original texts on which losses are measured."""
     original = [text.called for text in loaded.texts("original")]
     return [text.called for text in loaded.texts("new")], original or [RECALLED]
 
@@ -45,9 +45,9 @@ def measured_names(loaded: LoadedStudy) -> tuple[list[str], list[str]]:
 def training_config(
     loaded: LoadedStudy, method: MethodSpec, remedy: Remedy, *, rate: float, seed: int, memory: str
 ) -> dict[str, Any]:
-    """The config as plain data; `memory` is the file of what the base wrote, as the config names it.
+    """Return a run's training config as plain data; `memory` is the path of the base's text as the config names it.
 
-    BadInput where a method's domain gate has no text to be fitted on.
+    Raises BadInput where a method's domain gate has no original text on which it can be fitted.
     """
     study = loaded.config
     optimizer: dict[str, Any] = dict(_OPTIMIZER)
@@ -66,13 +66,13 @@ def training_config(
         **_what(method),
         **({"preserve": remedy.preserve.model_dump(mode="json", exclude_none=True)} if remedy.preserve else {}),
         "sources": _sources_of_run(loaded, method, remedy, memory),
-        # Losses that are compared are measured by `surgeon evaluate`; the trainer's own are not looked at.
+        # A study measures losses after training, as `surgeon evaluate` does; the trainer's own losses are not used.
         "validation_sequences": 1,
     }
 
 
 def _budget(study: Study) -> dict[str, Any]:
-    """How long a run is, and when it keeps checkpoints and evaluates: in between not at all."""
+    """Return the keys for a run's length, checkpoints, evaluation and logs; evaluation happens only at the end."""
     steps = study.run_steps
     if steps is None:
         return {"bytes": study.bytes, "save_every": _CHECKPOINTS, "evaluate_every": _NEVER, "log_every": _CHECKPOINTS}
@@ -85,12 +85,12 @@ def _budget(study: Study) -> dict[str, Any]:
 
 
 def sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, Any]]:
-    """Sources of a training config: new text, original text (that is at least measured), and what is replayed."""
+    """Return a training config's sources: new text, original text (which is always measured), and replayed text."""
     replay = remedy.replay
     share = 0.0 if replay is None else replay.share
     found = [_source(loaded, text, NEW, (1 - share) * (text.share or 0.0)) for text in loaded.texts("new")]
     original, replayed = loaded.texts("original"), loaded.texts("replayed")
-    # Text that no run trains on is measured as a whole.
+    # Text that no run trains on is held out completely.
     whole = bool(replayed) or not loaded.config.replays("text")
     from_text = replay is not None and replay.source == "text"
     for text in original:
@@ -119,9 +119,10 @@ def sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, 
 
 
 def _sources_of_run(loaded: LoadedStudy, method: MethodSpec, remedy: Remedy, memory: str) -> list[dict[str, Any]]:
-    """Sources of a run. One that fits a domain gate, or `fisher`, knows the original domain by what is replayed alone.
+    """Return the sources of a run: all of `sources`; with a domain gate or `fisher`, only new and replayed text.
 
-    Both read every original source of a training config, so text that is only measured may not be one.
+    A domain gate and `fisher` read every original source of a config, so text that is only measured must not be a
+    source. Raises BadInput where a domain gate has no original source.
     """
     found, gated = sources(loaded, remedy, memory), method.called in loaded.gated
     if not gated and not remedy.fisher:
@@ -146,7 +147,7 @@ def _sources_of_run(loaded: LoadedStudy, method: MethodSpec, remedy: Remedy, mem
 
 
 def recalled_by(study: Study) -> GenerateSpec:
-    """How much the base writes, and how: by default what a run replays, at most 100,000 tokens."""
+    """Return how the base writes text, and how much: by default as much as a run replays, at most 100,000 tokens."""
     if study.recall is not None:
         return study.recall
     shares = [remedy.replay.share for _, remedy in study.entries if remedy.replay is not None]
@@ -159,7 +160,7 @@ def recalled_by(study: Study) -> GenerateSpec:
 
 
 def seeded_plan(text: str, source: str, seed: int) -> LoadedPlan:
-    """A plan whose random numbers are those of a run's seed."""
+    """Return the plan with the run's seed."""
     return parse_plan(text, source=source, overrides=[f"seed={seed}"])
 
 
@@ -172,7 +173,7 @@ def _source(loaded: LoadedStudy, text: StudyText, role: str, share: float) -> di
 
 
 def _what(method: MethodSpec) -> dict[str, Any]:
-    """What trains, in the words of a training config; of a plan what it added."""
+    """Return the keys that choose what trains; no key for a plan, whose new tensors train by default."""
     if method.full is not None:
         return {"what": "base" if method.plan is None else "all"}
     if method.partial is not None:
@@ -183,9 +184,10 @@ def _what(method: MethodSpec) -> dict[str, Any]:
 
 
 def suited(loaded: LoadedStudy, base: Checkpoint) -> LoadedStudy:
-    """The study with LoRA and partial tuning as this base allows them, where the file says no targets and no layers.
+    """Return the study with LoRA targets and partial layers chosen for this base, where the file leaves them out.
 
-    What differs from other bases is in its `notes`. A LoRA that nobody asked for is left out where nothing is linear.
+    `notes` lists the differences from the usual choice. A LoRA that the file does not ask for is left out where the
+    base has no linear module.
     """
     asked = {method.called for method in loaded.config.methods}
     methods, notes = [], []
@@ -202,7 +204,7 @@ def suited(loaded: LoadedStudy, base: Checkpoint) -> LoadedStudy:
 
 
 def _fitting(method: MethodSpec, base: Checkpoint) -> tuple[MethodSpec | None, str]:
-    """The method for this base, and what is to be said of it; None where it cannot be."""
+    """Return the method adapted to this base, and a note on the change; None where the method cannot be used."""
     if method.partial is not None and "every" not in method.partial.model_fields_set:
         layers = base.layers
         if layers < method.partial.every:
