@@ -1,4 +1,4 @@
-"""What the terms of `preserve` ask of the config's texts."""
+"""The check that a config has the texts that the terms of `preserve` need."""
 
 from __future__ import annotations
 
