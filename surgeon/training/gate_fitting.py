@@ -1,4 +1,4 @@
-"""Fits a domain gate before the first step: a classifier of hidden states, and a threshold chosen on held-out text.
+"""The fit of a domain gate before the first step: a classifier of hidden states, and a threshold by held-out text.
 
 Shapes: N tokens, D hidden size, U units of the classifier.
 

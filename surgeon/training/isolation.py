@@ -1,4 +1,4 @@
-"""Measures before the first step whether packed documents see each other, for any model and any attention.
+"""A measurement before the first step of whether packed documents see each other, for any model and any attention.
 
 Shapes: B sequences of T tokens, D hidden size, N chosen tokens.
 
@@ -247,7 +247,7 @@ def _apart_from_alone(runs: _Runs, packed: _Documents, states: Tensor) -> float:
 
 
 class _Runs:
-    """Runs a model's forward as training and held-out losses do, and returns the inputs of its head."""
+    """A runner of a model's forward as in training or for held-out losses, which returns the inputs of the head."""
 
     def __init__(self, model: Any, device: Any) -> None:
         self.model, self.device = model, torch.device(device)
@@ -301,7 +301,7 @@ class _Runs:
 
 
 def _kind(model: Any, layers: Sequence[nn.Module], number: int) -> str:
-    """Name a layer by its class and, where the config has one, by the config's word."""
+    """Return what a layer is: its class and, where the config has `layer_types`, its type."""
     words = getattr(model.config.get_text_config(), "layer_types", None) or ()
     word = f", {printable(str(words[number]))}" if len(words) == len(layers) else ""
     return f"{printable(type(layers[number]).__name__)}{word}"
@@ -309,7 +309,7 @@ def _kind(model: Any, layers: Sequence[nn.Module], number: int) -> str:
 
 @contextlib.contextmanager
 def _headless(model: Any, kept: list[Tensor]) -> Iterator[None]:
-    """Inside, forwards compute neither logits nor their loss; the inputs of the head are appended to `kept`."""
+    """Make forwards compute neither logits nor a loss within the context; append the inputs of the head to `kept`."""
     head, plain = model.get_output_embeddings(), model.loss_function
 
     def keep(hidden: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ def _headless(model: Any, kept: list[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters whose bits are all zero have random values, as large as the values of a layer's matrices."""
+    """Give parameters whose bits are all zero random values within the context, as large as trained matrices have."""
     changed: list[Tensor] = []
     try:
         for number, parameter in enumerate(model.parameters()):

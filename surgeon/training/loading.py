@@ -1,4 +1,4 @@
-"""Loads the model of a run, with exactly the wanted parameters set to train, and makes its micro-batches."""
+"""The model of a run, loaded with exactly the wanted parameters set to train, and the run's micro-batches."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _HELD = 4
 _CHARACTERS = 2**18
 # A kind is left out where its score is above this fraction of the new text's own score (`_like_new`).
 _OWN = 1 / 3
-# Smoothing: what is added to every trigram's count, and how many characters are assumed to possibly follow two others.
+# Smoothing: what is added to every trigram's count, and the assumed number of characters that can follow any two.
 _UNSEEN, _FOLLOWING = 0.1, 256
 
 

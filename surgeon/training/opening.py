@@ -1,4 +1,4 @@
-"""Opens a settled run before its first step: checks the output's tensors, reads the texts, opens the trackers."""
+"""The opening of a settled run: the output's tensors are checked, the texts read, and the trackers opened."""
 
 from __future__ import annotations
 

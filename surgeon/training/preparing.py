@@ -1,6 +1,7 @@
-"""Settles a training run before anything is loaded: its numbers, what it trains, and that its texts exist.
+"""The checks of a training run before anything is loaded, which settle its numbers and the tensors that it trains.
 
-All of this comes from headers, the manifest and the config, mostly without torch, so that mistakes are reported early.
+They need only headers, the manifest and the config. The first ones run without torch, so that mistakes are reported
+at once.
 """
 
 from __future__ import annotations

@@ -213,10 +213,11 @@ class Before(NamedTuple):
 def _kept_shards(
     out: CheckpointFolder, manifest: Manifest, of_base: Collection[str], lost: Mapping[str, TensorInfo]
 ) -> tuple[list[Shard], dict[str, Pieces]]:
-    """Lay out the values of the tensors `of_base` from before all training, in shards cut like the output's.
+    """Lay out the base's tensors as they were before all training, in shards cut like the output's.
 
-    Return the shards, and where each value is read. A value that an earlier run kept is read from its kept file. A
-    value that an earlier run changed and did not keep is left out, unless `lost` has it.
+    These are the tensors `of_base`, and all that earlier runs kept. Return the shards, and where each tensor is read:
+    in the kept files of earlier runs, else in the output. A tensor that an earlier run changed and did not keep is left
+    out, unless `lost` has it.
     """
     before = kept_tensors(out) if manifest.kept else None
     held = {} if before is None else before.tensors

@@ -132,7 +132,7 @@ class Look(NamedTuple):
 
 
 class Objective(ABC):
-    """What a run learns from its texts: what it rejects, what a batch is, and how loss and figures are computed."""
+    """A task that a run learns from texts: which models it rejects, what a batch is, how loss and figures are made."""
 
     # Whether texts are packed into sequences of one length, so that a run counts tokens; else it counts examples.
     packs: ClassVar[bool]
@@ -150,11 +150,11 @@ class Objective(ABC):
     def ready(
         self, prepared: Prepared, folder: Path | None, *, trust_remote_code: bool, listener: Listener
     ) -> contextlib.AbstractContextManager[Prepared]:
-        """Inside, give the model what it lacks for this objective; yield the run of the model that has it.
+        """Return a context in which the model has what it lacks for this objective; it yields the run of that model.
 
         Args:
             prepared: the run of the model as it is.
-            folder: where a model that is made for the run is written; None: beside the run.
+            folder: where a model that is made for the run is written; None: next to the run.
             trust_remote_code: run the code that the model brings.
             listener: receives progress.
 
@@ -199,7 +199,7 @@ class Objective(ABC):
 
     @abstractmethod
     def load(self, run: Run, **options: Any) -> Any:
-        """Load the model, with these options of `load_model`. Raises BadInput where it cannot be loaded."""
+        """Load the model; `options` are arguments of `load_model`. Raises BadInput where it cannot be loaded."""
 
     def isolate(self, run: Run, model: Any) -> None:  # noqa: B027  # one text a sequence needs none
         """Make every forward of a model keep the documents in one sequence apart."""
@@ -241,8 +241,8 @@ class Objective(ABC):
 class Text(NamedTuple):
     """A text that the model writes before a run: its name, what messages call it, its settings and its file.
 
-    Where `without` is given, a run can do without a text that the model fails to write. `without` is then the message
-    about the loss, with `{}` for the reason.
+    Where `without` is given, the run goes on if the model fails to write the text. `without` is then the message that
+    says what the run lacks, with `{}` for the reason.
     """
 
     name: str
@@ -261,15 +261,15 @@ class Estimate(NamedTuple):
 
 
 class Remedy(ABC):
-    """A method that keeps a model near its base while it learns.
+    """A technique that keeps a model near its base while it learns.
 
     A run calls its methods in this order: `of` (from headers and config), `texts`, `fit`, `join`, `measure`; then in
     each step `step`, `loss` for every micro-batch, and `pull`; `take` for each line of the log; at the end `after`.
     """
 
-    # The key of its unweighted term in the log, and what a shown line calls the term. None: it adds no term.
+    # The log's key of the remedy's unweighted term, and the term's name in shown lines. None: it adds no term.
     logged: ClassVar[tuple[str, str] | None] = None
-    # Whether it reads the input of the model's head.
+    # Whether the remedy reads the input of the model's head.
     reads_head: ClassVar[bool] = False
 
     def __init__(self, case: Case) -> None:
@@ -310,7 +310,7 @@ class Remedy(ABC):
         """Begin a step; `batches` are this process's micro-batches. All processes call this."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Inside, the loss of a forward on the step's next micro-batch includes its share of the term."""
+        """Return a context in which the loss of a forward on the step's next micro-batch has its share of the term."""
         return contextlib.nullcontext()
 
     def pull(self) -> Tensor | None:

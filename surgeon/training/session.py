@@ -1,4 +1,4 @@
-"""Carries out one training run, from the output's folder to the published one, or continues an interrupted one."""
+"""One training run, from the output's folder to the published one, or the continuation of an interrupted run."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[s
 
 
 def _trainer(run: Run, done: int) -> SurgeonTrainer:
-    """Load the model, let exactly the run's parameters train, and make the trainer that continues after step `done`."""
+    """Load the model, set exactly the run's parameters to train, and return the trainer that continues after `done`."""
     settings, ranks = run.settings, run.ranks
     args = training_arguments(run)
     model, parameters = loaded_model(run)

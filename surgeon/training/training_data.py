@@ -1,4 +1,4 @@
-"""Opens a run's sources: a mixture of documents to train on, by shares, and held-out sequences."""
+"""The opened sources of a run: a mixture of documents to train on, by shares, and held-out sequences."""
 
 from __future__ import annotations
 

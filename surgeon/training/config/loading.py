@@ -1,4 +1,4 @@
-"""Reads train.yaml: values checked by the schema, the line of each value, and options that replaced values."""
+"""The loading of train.yaml: values checked by the schema, the line of each, and options that replace values."""
 
 from __future__ import annotations
 

@@ -222,9 +222,10 @@ class CachedTeacher:
         return state
 
     def _groups(self, done: int, size: int) -> Iterator[tuple[int, list[int], list[PackedSequence]]]:
-        """Draw the sequences after the first `done`, and yield them in groups with `size` on which the base teaches.
+        """Draw the sequences after the first `done`, and yield them in groups with `size` sequences that are taught.
 
-        A group is the number of sequences drawn, the places among them of those on which the base teaches, and these.
+        The base teaches on some sequences only. A group has the number of sequences drawn, the places of the taught
+        ones among these, and the taught sequences.
         """
         count, places, kept = 0, list[int](), list[PackedSequence]()
         for _ in range(done, self.sequences):

@@ -121,7 +121,7 @@ def chunked_cross_entropy(
     wanted = labels[counted]
 
     def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Return the sum of −log softmax at the labels; its gradient is softmax − one-hot."""
+        """Return the sum of −log softmax at the labels, and a function that returns its gradient, softmax − one-hot."""
         at = wanted[begin : begin + rows, None]
         normaliser = logits.logsumexp(-1, keepdim=True)
         found = (normaliser - logits.gather(1, at)).sum()
@@ -201,7 +201,7 @@ class FusedHead:
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Inside, a forward with labels returns this loss, and the head's input in the place of logits."""
+        """Make a forward with labels return this loss, and the head's input in place of logits, within the context."""
         config, plain = self.model.config, self.model.loss_function
         self.head.forward = lambda hidden: hidden
         self.model.loss_function = self._loss

@@ -78,7 +78,7 @@ def fisher_of(model: Any, run: Run, sequences: int, fused: FusedHead | None) -> 
     Args:
         model: the model at birth, on its device, or sharded.
         run: the run, from whose original text the Fisher information is estimated.
-        sequences: how many sequences of that text are read; every source gives equally many.
+        sequences: about how many sequences of that text are used at most; every source gives equally many.
         fused: the head that computes the loss without all logits; None: the model's own computes it.
 
     Raises:
@@ -164,7 +164,7 @@ def _nats(model: Any, fused: FusedHead | None, batch: Mapping[str, Tensor]) -> T
 
 
 def _given_out(kept: Mapping[str, Tensor] | None, name: str, parameter: nn.Parameter) -> Tensor:
-    """Return the tensor that the first process has as `kept[name]`, or this process's shard of it, on all processes."""
+    """Return on every process the first process's tensor `kept[name]`, or this process's shard of it."""
     whole = torch.empty(parameter.shape) if kept is None else kept[name]
     whole = whole.to(parameter.device)
     if not isinstance(parameter, DTensor) and torch.distributed.is_available() and torch.distributed.is_initialized():

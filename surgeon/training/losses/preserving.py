@@ -67,7 +67,10 @@ def chunked_divergence(
         return part.dealt_out(log_q) if isinstance(part, TopK) else _log_softmax(part, head[:old], cap, temperature)
 
     def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Return the sum over some rows; its gradient is τ (q − p), or for the reverse τ q (log q − log p − KL)."""
+        """Return a chunk's divergence, summed over its rows, and a function that computes its gradient.
+
+        The gradient is τ (q − p), or for the reverse τ q (log q − log p − KL).
+        """
         log_q = torch.log_softmax(logits.div_(temperature), dim=-1)
         log_p = says(begin, log_q[:, :old])
         if reverse:
@@ -105,11 +108,11 @@ def squared_distance(hidden: Tensor, taught: Tensor) -> Tensor:
 
 
 class Preserving:
-    """The term by which the base inside a model teaches it, as `spec` says, through the head that computes the loss.
+    """The term of the loss, configured by `spec`, by which the base inside a model teaches the model.
 
-    Where the base's own tensors train, the base is inside `copy`, a frozen second model; or its predictions were
-    recorded before, and `said` looks them up: from the numbers of sequences, their tokens (B T) and which tokens count
-    (B T), it returns the predictions at the tokens that count.
+    It is added through `head`, which computes the model's loss. Where the base's own tensors train, the base is inside
+    `copy`, a frozen second model; or its predictions were recorded before, and `said` looks them up: from the numbers
+    of sequences, their tokens (B T) and which tokens count (B T), it returns the predictions at the tokens that count.
     """
 
     def __init__(
@@ -136,9 +139,10 @@ class Preserving:
         self.found = torch.zeros(())
 
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return which tokens count, B T, bool: those with a label of the next token, in sequences on which to teach.
+        """Return which tokens count, B T, bool: those whose next token has a label, where the base is to teach.
 
-        In a sequence, no token counts from the first one on that the base's vocabulary does not have.
+        With `on: original` the base teaches only on sequences of its own domain, else on all. In a sequence, no token
+        counts from the first one on that is not in the base's vocabulary.
         """
         counts = next_labels(batch["labels"]) != IGNORED_LABEL
         if self.spec.on == "original":
@@ -149,7 +153,7 @@ class Preserving:
 
     @contextlib.contextmanager
     def teaching(self, batch: Mapping[str, Tensor], total: int, *, anywhere: bool) -> Iterator[None]:
-        """Inside, the loss of a forward on `batch`, with an armed head, includes this batch's share of the term.
+        """Add this batch's share of the term to the loss of a forward on `batch` within the context, in an armed head.
 
         `total` is the number of tokens that count in the accumulated batch, over all processes. `anywhere`: in some
         process a token of the batch counts; all processes must take part in gathering sharded weights, or none.

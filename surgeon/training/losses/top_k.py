@@ -61,9 +61,9 @@ class TopK:
         return TopK(self.ids.to(device), self.log_probs.to(device), self.rest.to(device))
 
     def dealt_out(self, log_q: Tensor) -> Tensor:
-        """Return log p̃, N V: the kept values, and p_R distributed over the other tokens in proportion to `log_q`'s q.
+        """Return log p̃, N V, by the model's log-probabilities `log_q`, N V.
 
-        `log_q`, N V, has the model's log-probabilities.
+        The kept tokens have the teacher's values; p_R is distributed over the other tokens in proportion to q.
         """
         ids = self.ids.long()
         others = log_q.scatter(1, ids, -torch.inf).logsumexp(-1)

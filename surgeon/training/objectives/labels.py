@@ -89,7 +89,7 @@ class Labels(Objective):
     def ready(
         self, prepared: Prepared, folder: Path | None, *, trust_remote_code: bool, listener: Listener
     ) -> contextlib.AbstractContextManager[Prepared]:
-        """Give an encoder without a classification head one for the config's labels."""
+        """Return a context in which an encoder without a classification head has one for the config's labels."""
         if is_classifier(prepared.out.config):
             return contextlib.nullcontext(prepared)
 
@@ -100,7 +100,7 @@ class Labels(Objective):
     def stream(
         self, source: SourceSpec, documents: Corpus, numbers: NDArray[np.int64], prepared: Prepared, encoder: Encoder
     ) -> ExampleStream:
-        """Return the examples of a source."""
+        """Return the stream of a source's examples to train on."""
         from surgeon.data.examples import ExampleEncoder, ExampleStream
 
         length, vocabulary = prepared.settings.length, prepared.anatomy.sizes.vocabulary

@@ -51,7 +51,7 @@ class NextTokens(Objective):
     def stream(
         self, source: SourceSpec, documents: Corpus, numbers: NDArray[np.int64], prepared: Prepared, encoder: Encoder
     ) -> SourceStream:
-        """Return the packed sequences of a source."""
+        """Return the stream of a source's packed sequences to train on."""
         config = prepared.loaded.config
         packer = Packer(prepared.settings.length, config.packing, config.domain_of(source))
         return SourceStream(

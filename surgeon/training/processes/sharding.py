@@ -25,7 +25,7 @@ from surgeon.training.processes.launching import USE_FSDP, Sharding
 
 @contextlib.contextmanager
 def sharded_here() -> Iterator[None]:
-    """Inside, hide FSDP from accelerate and transformers, so that they do not load, wrap or save in their own way."""
+    """Hide FSDP from accelerate and transformers within the context, so that they do not load, wrap or save by it."""
     said = os.environ.pop(USE_FSDP, None)
     try:
         with warnings.catch_warnings():

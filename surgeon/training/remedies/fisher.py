@@ -37,7 +37,7 @@ class Fisher(Remedy):
         return cls(case)
 
     def notes(self) -> list[str]:
-        """Report where tensors that an earlier run trained are pulled to their present values, not to birth's."""
+        """Report where tensors of an earlier run are pulled to their present values, not to their values at birth."""
         manifest = self.case.manifest
         before = {name for entry in manifest.training for name in entry.tensors} if manifest is not None else set()
         if not before & {*self.case.wanted.names}:

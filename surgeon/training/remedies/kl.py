@@ -171,7 +171,7 @@ class Kl(Remedy):
         self._steps += total > 0
 
     def loss(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Inside, the loss of a forward on the step's next micro-batch includes its share of the term."""
+        """Return a context in which the loss of a forward on the step's next micro-batch has its share of the term."""
         total, anywhere = self._shares.pop(0)
         return self.preserving.teaching(batch, total, anywhere=anywhere)
 

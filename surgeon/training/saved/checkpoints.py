@@ -143,8 +143,8 @@ def damage(checkpoint: Path, record: RunRecord) -> str | None:
 def drop_what_does_not_count(work: Path, keep_best: str | None = None) -> list[str]:
     """Remove the checkpoints that are incomplete or were changed; return for each in words why.
 
-    With `keep_best`, the name of a source, a checkpoint is also removed where it continues from a best checkpoint that
-    no longer counts: the run could not publish that one.
+    With `keep_best`, the name of a source, a checkpoint is also removed where the best checkpoint in its log does not
+    count, because the run may have to publish that one.
     """
     record = RunRecord.read(work)
     assert record is not None

@@ -22,11 +22,11 @@ from surgeon.training.saved.checkpoints import RUN_FILE, RunRecord, newest_check
 def own_work_folder(
     work: Path, target: Path, fingerprint: str, *, leads: bool, take_over: bool, say: Callable[[str], None]
 ) -> Iterator[WorkFolder | None]:
-    """Lock the work folder while inside, and yield it; processes that do not lead get None.
+    """Lock the work folder within the context, and yield it; processes that do not lead get None.
 
-    The folder is removed where this call made it and fails before its first checkpoint. Raises BadInput where it is
-    another run's or is no work folder, where another process has locked it, and, without `take_over`, where this user
-    did not begin it in this place.
+    The folder is removed where this call made it and fails before its first checkpoint. Raises BadInput where it
+    belongs to another run or another user, where another process has locked it, and, without `take_over`, where this
+    user did not begin it in this place.
     """
     if not leads:
         yield None

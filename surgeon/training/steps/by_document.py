@@ -54,7 +54,7 @@ def spans_of(mask: Tensor) -> list[list[Span]] | None:
 
 @contextlib.contextmanager
 def by_document() -> Iterator[None]:
-    """Inside, transformers' `sdpa` attends document by document on a CPU, where its mask keeps documents apart."""
+    """Make `sdpa` attend document by document within the context, on a CPU and where its mask keeps documents apart."""
     # Layers share a mask, which is analysed once.
     known = WeakTensorKeyDictionary()
 

@@ -76,7 +76,7 @@ class MasterAdamW(AdamW):
 
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
-        """Inside, AdamW's parameter groups have the masters; AdamW keeps its state under them."""
+        """Replace parameters by their masters in AdamW's groups within the context; AdamW's state belongs to these."""
         held = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             group["params"] = [self.masters.get(parameter, parameter) for parameter in group["params"]]
@@ -99,7 +99,7 @@ def make_optimizer(model: torch.nn.Module, settings: Settings, *, decayed: set[s
 
 
 def make_schedule(optimizer: Any, settings: Settings) -> LambdaLR:
-    """Return the schedule: a linear warm-up to the peak, then constant, or linear or cosine decay to `min_lr`."""
+    """Return a schedule: linear warm-up, then constant, or linear or cosine decay to `min_lr` at the last step."""
     floor = settings.min_lr / settings.lr
 
     def factor(step: int) -> float:

@@ -1,4 +1,4 @@
-"""Keeps packed documents apart in every forward: in one row where attention takes no mask, elsewhere by masks.
+"""Wrappers that keep packed documents apart in every forward: in one row where attention takes no mask, else by masks.
 
 Shapes: B sequences of T tokens, V vocabulary.
 
@@ -45,7 +45,7 @@ def builds_no_mask(model: Any) -> bool:
     This is so for every flash attention, kernels of the Hub, and implementations registered without a mask function.
     """
     config = model.config.get_text_config()
-    # These always make masks. Trying flex attention would compile one, on whatever device the model is.
+    # These always make masks. They are not tried out, because flex attention would compile its mask.
     if getattr(config, "_attn_implementation", None) in (None, *_MASKED):
         return False
     positions = torch.tensor([[0, 1, 0, 1]], device=model.device)
@@ -159,7 +159,7 @@ def _with_positions(make: Callable[..., Any], positions: Tensor) -> Callable[...
     def made(*args: Any, **named: Any) -> Any:
         mask = named.get("attention_mask")
         if len(args) < 3 and named.get("position_ids") is None and cache_in(named) is None:
-            # A mask without any padding is one that the model itself made, not one that it was given.
+            # A mask that leaves nothing out is one that the model itself made, so it counts as none.
             if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
                 mask = None
             if mask is None:

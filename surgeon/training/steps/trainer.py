@@ -42,7 +42,7 @@ _SHARE = "share"
 
 @contextlib.contextmanager
 def whole_loss(run: Run, model: nn.Module, batch: dict[str, Any], fused: FusedHead | None) -> Iterator[None]:
-    """Inside, a forward of `model` on the step's next micro-batch returns the whole loss, with the remedies' terms.
+    """Make a forward on the step's next micro-batch return the whole loss, with the remedies' terms, in the context.
 
     Keys of `batch` that the model does not accept are removed. `fused` computes the loss without logits; None: the
     model itself computes it.
@@ -60,7 +60,7 @@ def whole_loss(run: Run, model: nn.Module, batch: dict[str, Any], fused: FusedHe
 
 
 class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers is not typed
-    """A trainer of those parameters of a model whose requires_grad is set."""
+    """A trainer of the parameters of a model whose requires_grad is set."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Count the time inside as `aside`, not as steps."""
+        """Add the time spent within the context to `aside`, as it is not time of steps."""
         begun = time.perf_counter()
         try:
             yield
@@ -270,7 +270,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def weighed(model: Any, factors: Mapping[str, float]) -> Iterator[None]:
-    """Inside, the loss weights of the model's layers are multiplied by `factors`, by the loss's name."""
+    """Multiply the loss weights of the model's layers within the context by `factors`, which has them by loss name."""
     with contextlib.ExitStack() as back:
         for layer in model.modules():
             weights = vars(layer).get("loss_weights")

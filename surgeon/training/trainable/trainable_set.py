@@ -1,4 +1,4 @@
-"""Sets exactly the wanted parameters of a model to train, and checks them before the first step.
+"""Functions that set exactly the wanted parameters of a model to train, and check them before the first step.
 
 Manifests and plans use a tensor's name on disk; a loaded model may use another name. Most names are the same. For a
 mixture of experts a checkpoint may store one tensor per expert where the model has one parameter for all experts:
@@ -120,7 +120,7 @@ class TrainedParameters:
 
     @property
     def published(self) -> tuple[str, ...]:
-        """The names of all of them: those that train, then the fitted ones."""
+        """The names of all published parameters: the ones that train, then the fitted ones."""
         return (*self.names, *self.fitted)
 
 
