@@ -1,1 +1,1 @@
-"""Training what surgery made, and nothing else."""
+"""Training of the tensors that a surgery added, or that a config selects, and of nothing else."""

@@ -1,4 +1,4 @@
-"""What a config leaves to other packages: attention implementations and trackers, by name, without importing any.
+"""The attention implementations and trackers that a config can name, and the packages they need; none is imported.
 
 transformers has the same lists, behind an import of torch.
 """
@@ -15,7 +15,7 @@ from pydantic import AfterValidator
 from surgeon.common.formatting import did_you_mean
 from surgeon.errors import printable
 
-# Python modules that something needs: one of each group is enough.
+# The Python modules that a backend needs: one module of each group.
 Needs = tuple[tuple[str, ...], ...]
 
 ATTENTION: Mapping[str, Needs] = {
@@ -37,7 +37,7 @@ TRACKERS: Mapping[str, Needs] = {
     "dagshub": (("dagshub",), ("mlflow",)),
     "dvclive": (("dvclive",),),
     "flyte": (("flytekit",),),
-    # Of the environment that it runs in.
+    # Needs only the environment that it runs in.
     "kubeflow": (),
     "mlflow": (("mlflow",),),
     "neptune": (("neptune",),),
@@ -49,20 +49,20 @@ TRACKERS: Mapping[str, Needs] = {
 
 
 def _known_attention(given: str) -> str:
-    """ValueError for a name that is neither transformers', nor registered with it in this process, nor the Hub's."""
+    """Return an attention's name. Raises ValueError unless it is transformers', registered with it, or the Hub's."""
     if "/" in given or given in ATTENTION or given in _registered():
         return given
     raise ValueError(f"`attention` is {printable(given)}{did_you_mean(given, list(ATTENTION))}")
 
 
 def _registered() -> Iterable[str]:
-    """Return the attention functions that were added to transformers' own, where it is loaded."""
+    """Return the names of the attention functions registered in transformers; empty where it is not imported."""
     models = sys.modules.get("transformers.modeling_utils")
     return () if models is None else models.ALL_ATTENTION_FUNCTIONS.valid_keys()
 
 
 def _known_tracker(given: str) -> str:
-    """ValueError for a tracker that transformers does not have."""
+    """Return a tracker's name. Raises ValueError for a tracker that transformers does not have."""
     if given not in TRACKERS:
         raise ValueError(f"{printable(given)}: no tracker of that name{did_you_mean(given, list(TRACKERS))}")
     return given
@@ -73,7 +73,7 @@ TrackerName = Annotated[str, AfterValidator(_known_tracker)]
 
 
 def missing_for_attention(name: str | None) -> str:
-    """Say in a sentence what `attention` needs and is not installed; empty where all is there."""
+    """Return a sentence about packages that `attention` needs and that are not installed; empty: none is missing."""
     needs = () if name is None else ATTENTION.get(name, _OF_THE_HUB if "/" in name else ())
     if lacking := _lacking(needs):
         return f"`attention` is {printable(str(name))}, which needs {lacking}; install it, or use sdpa"
@@ -81,14 +81,14 @@ def missing_for_attention(name: str | None) -> str:
 
 
 def missing_for_tracker(name: str) -> str:
-    """Say in a sentence what a tracker of `report_to` needs and is not installed; empty where all is there."""
+    """Return a sentence about the packages that a tracker needs and that are not installed; empty: none is missing."""
     if lacking := _lacking(TRACKERS[name]):
         return f"`report_to`: {name} needs {lacking}; install it, or leave {name} out"
     return ""
 
 
 def _lacking(needs: Needs) -> str:
-    """The first group of which nothing is installed."""
+    """Return in words the first group of which no module is installed; empty where there is none."""
     for group in needs:
         if not any(importlib.util.find_spec(module) for module in group):
             which = " or ".join(group)

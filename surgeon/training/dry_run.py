@@ -1,4 +1,4 @@
-"""`surgeon train --dry-run`: what a run would cost and see, from a few micro-batches and a step; nothing is written."""
+"""`surgeon train --dry-run`: the data and the cost of a run, estimated from a few micro-batches; nothing is written."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from surgeon.training.steps.by_document import by_document
 from surgeon.training.steps.optimizer import make_optimizer
 from surgeon.training.steps.trainer import whole_loss
 
-# Documents of a source that are counted, micro-batches that are timed.
+# How many documents of a source are counted, and how many micro-batches are timed.
 _COUNTED = 200
 _TIMED = 2
 
 
 @dataclass(frozen=True)
 class SourceTokens:
-    """One source: its documents, how many tokens one has in the mean, how many the loss counts, what the run takes.
+    """One source: its documents, their mean tokens, the share of tokens that the loss counts, and how much a run reads.
 
-    The means are over at most 200 documents; `passes` is how often the run goes through the source. Of texts with
-    labels the loss counts the label, no token (`counted` 0).
+    The means are over at most 200 documents. `passes` is how often the run reads the whole source. With labels the loss
+    counts the label and no token (`counted` is 0).
     """
 
     name: str
@@ -41,19 +41,18 @@ class SourceTokens:
     counted: float
     run_tokens: int
     passes: float
-    # Of texts with labels how many documents to train on have each, of those that any has.
+    # With labels: how many documents to train on have each label, without labels that no document has.
     labels: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A run that was not made: what it would train, on what, and an estimate of its cost.
+    """The result of a dry run: what the run would train, on what, and an estimate of its cost.
 
-    `seconds_a_step` is measured on micro-batches and a step of AdamW. `seconds` is the whole run's, without evaluations
-    and checkpoints.
-    `seconds_writing` come before it, in which the model writes its sources with `generate`; so do `seconds_asking`, in
-    which the base's predictions are recorded (`teacher_bytes` on disk, at most), and `seconds_estimating`, in which the
-    Fisher information is estimated. `peak_memory` is measured, in bytes.
+    `seconds_a_step` is measured on micro-batches and a step of AdamW. `seconds` is the estimate for all steps, without
+    evaluations and checkpoints. Three estimates are for the time before the first step: in `seconds_writing` the model
+    writes its texts, in `seconds_asking` the base's predictions are recorded (at most `teacher_bytes` on disk), and in
+    `seconds_estimating` the Fisher information is estimated. `peak_memory` is measured, in bytes.
     """
 
     settings: dict[str, Any]
@@ -68,7 +67,7 @@ class Rehearsal:
     tokens: int
     peak_memory: int
     notes: tuple[str, ...]
-    # Wall seconds of what comes before the first step, with what they are for.
+    # Each preparation before the first step: its wall seconds, and what it is.
     before: tuple[tuple[float, str], ...] = ()
     seconds_writing: float = 0.0
     seconds_asking: float = 0.0
@@ -106,9 +105,9 @@ class Rehearsal:
 
 
 def measured(run: Run, imagined: Imagined) -> Rehearsal:
-    """Count and show the data, then time micro-batches; `imagined` are texts that the model has yet to write.
+    """Count the data and take samples, then time micro-batches; `imagined` are texts that the model has yet to write.
 
-    Raises BadInput as a run does, and where memory is short.
+    Raises BadInput as a run does, and where a micro-batch does not fit into memory.
     """
     settings, listener = run.settings, run.listener
     mixture = run.data.mixture
@@ -180,13 +179,13 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
 
 
 def _some(stream: Stream[Any]) -> list[int]:
-    """Some of the documents that the source would train on, by number: the same ones at every call."""
+    """Return the numbers of some documents that the source would train on; they are the same at every call."""
     drawn = generator(0, f"dry run of {stream.name}", 0).permutation(stream.numbers)[:_COUNTED]
     return [int(number) for number in drawn]
 
 
 def _seconds_a_micro_batch(run: Run, model: Any, fused: FusedHead | None) -> float:
-    """Mean wall seconds of forward and backward, after one that is not counted."""
+    """Return the mean wall seconds of a micro-batch's forward and backward, after one as a warm-up."""
     settings, say = run.settings, run.listener.say
     batches = iter(batches_of(run))
     say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
@@ -204,7 +203,7 @@ def _seconds_a_micro_batch(run: Run, model: Any, fused: FusedHead | None) -> flo
 
 
 def _seconds_of_an_update(run: Run, model: Any) -> float:
-    """Wall seconds of AdamW's step on the gradients of the micro-batches, after one that makes its state."""
+    """Return the wall seconds of a step of AdamW on the present gradients, after one step that creates its state."""
     optimizer, seconds = make_optimizer(model, run.settings, decayed=set()), 0.0
     for _ in range(2):
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a run takes: bytes of AdamW's state, of its checkpoints on disk, and of memory at the most."""
+"""The size and time of a run: bytes of a checkpoint, room on disk, peak memory, and seconds on a device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from surgeon.training.saved.checkpoints import KEPT
 
 
 def checkpoint_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a checkpoint: what trains, and AdamW's state.
+    """Return the bytes of a checkpoint: the parameters that train, and AdamW's state.
 
-    That is two moments in float32, and a master where the parameter is narrower.
+    The state is two moments in float32, and a float32 master where the parameter has a narrower dtype.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return sum(p.numel() * (p.dtype.itemsize + (8 if p.dtype.itemsize >= 4 else 12)) for p in trained)
 
 
 def check_room_of(run: Run, model: torch.nn.Module) -> None:
-    """BadInput where the disk has no room for the checkpoints, of which one more is written than kept, and the run.
+    """Raise BadInput where the disk has no room for the checkpoints, the published run and the files of remedies.
 
-    And for the files of remedies.
+    One checkpoint more is counted than is kept, because a new one is written before an old one is removed.
     """
     checkpoint = checkpoint_bytes(model)
     published = sum(info.nbytes for info in run.out.tensors.values())
@@ -43,7 +43,7 @@ def check_room_of(run: Run, model: torch.nn.Module) -> None:
 
 
 def peak_memory(device: str) -> int:
-    """Bytes: of the GPU where there is one, else of this process."""
+    """Return the peak memory in bytes: on the GPU where `device` is cuda, else of this process."""
     if device == "cuda":
         return int(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -51,7 +51,7 @@ def peak_memory(device: str) -> int:
 
 
 def seconds_since(begun: float, device: str) -> float:
-    """Wall seconds since `begun`, once the device has done what it was given."""
+    """Wait until the device has finished its work, and return the wall seconds since `begun`."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - begun

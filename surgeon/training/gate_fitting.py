@@ -1,14 +1,14 @@
-"""A domain gate is fitted before the first step: a classifier of hidden states, a threshold by held-out text.
+"""The fit of a domain gate before the first step: a classifier of hidden states, and a threshold by held-out text.
 
 Shapes: N tokens, D hidden size, U units of the classifier.
 
-What a token is evidence of is how likely it is in new text beside original text: a classifier of single tokens, from
-their normalised hidden states (`runtime.gate`), trained on as many of every source of a domain as of any other, comes
-to log p(h | new) / p(h | original). The sum over a prefix is then what a test of a whole document by its likelihoods
-needs (Wald 1945), so far as tokens are independent. The threshold is the lowest at which the gate, with all its
-memory, is open on no more than a given share of the held-out tokens of each original source; by Page's test, which lets
-it close again, at which no more of them stand behind an opening in their document, as those keep the base's bits no
-longer. A sample of many kinds of text (`negatives`) and what the base itself wrote are original sources too.
+The evidence of a token is log p(h | new) / p(h | original), of its normalised hidden state h. A classifier of single
+tokens (`runtime.gate`) learns it, from equally many tokens of every source of a domain. The sum over a prefix is the
+statistic of a likelihood-ratio test of the whole document (Wald 1945), as far as tokens are independent. The threshold
+is the lowest one at which the gate, with its memory, is open on at most a given share of the held-out tokens of each
+original source. Under Page's test a gate can close again; there the limit counts every token that follows an opening
+in its document, because such a token no longer has the base's bits. A sample of many kinds of text (`negatives`) and
+text that the base itself wrote are original sources too.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from surgeon.training.negatives import NAMES, Negatives, kinds_of_text
 from surgeon.training.run import Run
 from surgeon.training.saved.checkpoints import RunRecord
 
-# Files of a work folder: the fitted tensors, and what was measured of them. They count by their digest, which its
-# record has under the key.
+# Files of a work folder: the fitted tensors, and the gate's figures. They are used again only while their digest is the
+# one that the run's record has under the key.
 GATE_FILE = "gate.safetensors"
 FIGURES_FILE = "gate.json"
 _KEY = "gate"
-# Tokens of each domain that are read, fewer where layers must run for it, and numbers of their states in memory at a
-# time.
+# Tokens of each domain that are read (fewer where layers must run to compute their states), and how many numbers of
+# these states are in memory at a time.
 _TOKENS, _TOKENS_THROUGH_LAYERS = 2**20, 2**18
 _NUMBERS = 2**28
-# Held-out tokens of each source by which the threshold is chosen, in sequences of so many where the model takes them:
-# a gate that stays open errs more on long ones.
+# Held-out tokens of each source by which the threshold is chosen, and the length of their sequences where the model
+# allows it: a gate that stays open makes more errors on long sequences.
 _HELD_TOKENS = 2**17
 _HELD_LENGTH = 2**10
 # Tokens that go through the model at once.
@@ -54,12 +54,13 @@ _STEPS = 1500
 _BATCH = 2**11
 _RATE = 1e-2
 _DECAY = 0.1
-# By Page's test, what is taken from the evidence of every token: these are the odds, in nats, against new text where
-# tokens show nothing. So an open gate closes on them, and no closed one opens.
+# Under Page's test, the nats that are subtracted from the evidence of every token. So tokens that show nothing of their
+# domain count against new text: an open gate closes on them, and a closed gate does not open.
 _AGAINST = 0.25
-# Prefixes up to these lengths are measured apart.
+# Ends of the ranges of prefix lengths that are measured separately.
 LENGTHS = (8, 32, 128, 2**31)
-# Below this share of new tokens for which it opens, nothing is gained: refused. Below the second: said.
+# Shares of new tokens on which the gate is open: below the first nothing is gained, which is an error; below the second
+# the user is warned.
 _USELESS = 0.25
 _LITTLE = 0.8
 
@@ -68,9 +69,10 @@ _LITTLE = 0.8
 class GateFigures:
     """How well a fitted gate separates held-out text of the original domain from new text.
 
-    `original` and `new` are the shares of tokens for which it is open, `accuracy` the mean of the shares that it gets
-    right, over all held-out tokens; `by_length` has both shares for prefixes of up to so many tokens (the last: of any
-    length), `by_source` has the share of each source. `limit` is the most that the plan allows each original one.
+    `original` and `new` are the shares of the domains' tokens on which the gate is open. `accuracy` is the mean of the
+    two shares that it decides correctly. `by_length` maps ranges of prefix lengths in tokens to [original, new] (the
+    last range has no upper end). `by_source` maps each source to its share. `limit` is the largest share that the plan
+    allows each original source.
     """
 
     layer: int
@@ -82,22 +84,21 @@ class GateFigures:
     accuracy: float
     by_length: dict[str, list[float | None]]
     by_source: dict[str, float]
-    # By original source the share of tokens with the base's bits: for which it is closed and was, from their document's
-    # beginning on.
+    # By original source: the share of tokens that keep the base's bits, 1 − `_Scored.lost`.
     kept: dict[str, float]
 
 
 def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Sequence[Document]) -> None:
-    """Fit the gate of `model` and measure it, or take its values from the work folder, where an earlier call left them.
+    """Fit the gate of `model` and measure it, or load the values that an earlier call left in the work folder.
 
-    The threshold is chosen by as many independent texts, as a gate that opens by mistake stays open to the end of its
+    The threshold is chosen on many independent texts, because a gate that opens by mistake stays open to the end of its
     text.
 
     Args:
         model: the model, whose gate is fitted in place.
-        run: its sources, on which the gate is fitted, and what is held out of them.
-        dtypes: the gate's tensors, by their names in the model, and in which they are stored; values are rounded to it.
-        recalled: documents that the base wrote, original text too.
+        run: the run; the gate is fitted on its sources and measured on their held-out text.
+        dtypes: the stored dtype of each of the gate's tensors, by its name in the model; values are rounded to it.
+        recalled: documents that the base wrote; they count as original text.
 
     Raises:
         BadInput: the gate cannot separate the two domains.
@@ -147,15 +148,15 @@ def _fitted(
     dtypes: Mapping[str, torch.dtype],
     tensors: dict[str, Tensor],
 ) -> GateFigures:
-    """Fit the classifier on the run's text, choose the threshold by `held`, with `negatives` for both, and measure.
+    """Fit the classifier on the run's text, choose the threshold on held-out text, and return the gate's figures.
 
     Args:
         model: the model.
-        run: its sources.
-        negatives: more original sources.
+        run: the run, whose sources are the text to fit on.
+        negatives: more original sources, both to fit on and to choose the threshold by.
         held: held-out sequences of every source.
-        dtypes: of the gate's tensors, by their names in the model.
-        tensors: these, which get their values.
+        dtypes: the stored dtypes of the gate's tensors, by their names in the model.
+        tensors: the gate's tensors, by the same names; they are overwritten.
     """
     gate, layer = _gate_of(model)
     tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
@@ -163,7 +164,7 @@ def _fitted(
     threshold = next(name for name in dtypes if name.endswith(".threshold"))
 
     def judged(against: float, least: float) -> GateFigures:
-        """With so many nats against new text at each token, and so many at least that open it."""
+        """Subtract `against` nats from each token's evidence, set a threshold of at least `least` nats, and measure."""
         values = fitted | {"offset": fitted["offset"] - against}
         rounded = {name: values[name.rpartition(".")[2]].to(dtype) for name, dtype in dtypes.items()}
         _take(tensors, rounded)
@@ -185,7 +186,7 @@ def _fitted(
 
 
 def _gate_of(model: Any) -> tuple[Any, nn.Module]:
-    """Return the gate, and the layer that has it."""
+    """Return the domain gate, and the layer that contains it."""
     layer = next(module for module in model.modules() if vars(module).get("decides"))
     return layer.domain_gate, layer
 
@@ -196,7 +197,7 @@ def _take(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
 
 
 def _tell(negatives: Negatives, say: Callable[[str], None]) -> None:
-    """Say which kinds of text are no negatives, and why."""
+    """Report which kinds of text are left out of the negatives, and why."""
     for why in dict.fromkeys(negatives.left_out.values()):
         kinds = ", ".join(kind for kind, reason in negatives.left_out.items() if reason == why)
         say(f"  of the {len(kinds_of_text())} kinds of text that it must stay closed for are left out, {why}: {kinds}")
@@ -205,7 +206,7 @@ def _tell(negatives: Negatives, say: Callable[[str], None]) -> None:
 def _scored_by_domain(
     model: Any, layer: nn.Module, held: Mapping[str, Sequence[PackedSequence]]
 ) -> list[dict[str, _Scored]]:
-    """Return, by source, the gate's scores on held-out text of the original domain, and those of new ones."""
+    """Score the held-out text of every source; return two dictionaries by source: the original ones, the new ones."""
     found: list[dict[str, _Scored]] = [{}, {}]
     for name, sequences in held.items():
         if sequences:
@@ -214,7 +215,7 @@ def _scored_by_domain(
 
 
 def _batches(sequences: Sequence[PackedSequence]) -> list[dict[str, Tensor]]:
-    """Sequences of one length together, some at a time."""
+    """Return batches of sequences of equal length, of about `_AT_ONCE` tokens at most."""
     found: list[dict[str, Tensor]] = []
     by_length: dict[int, list[PackedSequence]] = {}
     for sequence in sequences:
@@ -226,7 +227,7 @@ def _batches(sequences: Sequence[PackedSequence]) -> list[dict[str, Tensor]]:
 
 
 class _Enough(Exception):
-    """The layer whose inputs are needed has run."""
+    """The signal that ends a forward at the layer whose inputs are needed."""
 
 
 @torch.no_grad()
@@ -245,18 +246,18 @@ def _states(model: Any, layer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         pass
     finally:
         handle.remove()
-    # Under gradient checkpointing embeddings ask for a gradient, and this is none's to train. The model may run all
+    # Gradient checkpointing makes the embeddings require a gradient, which is not needed here. The model may run all
     # sequences as one row.
     return kept[0].detach().float().reshape(*batch["input_ids"].shape, -1)
 
 
 def _lengths(positions: Tensor) -> Tensor:
-    """How many tokens of its document there are up to each token: B T, from positions that begin at 0 anew."""
+    """Return the length of each token's prefix in its document, B T; `positions` (B T) is 0 where a document begins."""
     places = torch.arange(positions.shape[1]).expand(positions.shape)
     return places - torch.where(positions == 0, places, 0).cummax(dim=1).values + 1
 
 
-# Of every source the states of tokens, N D, and whether it is new.
+# For every source: the states of its tokens, N D, and whether the source is new text.
 _States = list[tuple[Tensor, bool]]
 
 
@@ -267,10 +268,10 @@ def _parts(
     negatives: Mapping[str, list[PackedSequence]],
     tokens: int,
 ) -> list[Callable[[], _States]]:
-    """Training text of all sources, as many `tokens` of each domain, in as many parts as memory asks for.
+    """Return functions that each compute one part of the states to fit on: about `tokens` of each domain in all parts.
 
-    `negatives` are more original sources. Every part has some of each source: one that is
-    shorter than others comes again.
+    There are as many parts as memory requires. `negatives` are more original sources. Every part has tokens of each
+    source; a source that is shorter than others repeats.
     """
     before = mixture.state()
     read: list[tuple[list[PackedSequence], int, bool]] = []
@@ -297,12 +298,15 @@ def _parts(
 
 
 def _normalised(hidden: Tensor) -> Tensor:
-    """Normalise states as the gate does, to half precision."""
+    """Divide states by their root mean square, as the gate does; return them in half precision on the CPU."""
     return (hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + 1e-6)).half().cpu()
 
 
 def _classifier(gate: Any, parts: Sequence[Callable[[], _States]], seed: int) -> dict[str, Tensor]:
-    """The gate's tensors, the threshold at zero: an MLP or a line by AdamW on tokens, as many of each source."""
+    """Train the classifier (an MLP or a linear map) by AdamW; return the gate's tensors, with a threshold of 0.
+
+    Every batch has equally many tokens of each source of a domain.
+    """
     drawn = torch.Generator().manual_seed(seed)
     units, width = gate.weight.shape
     weight, offset = torch.randn(units, width, generator=drawn) / width**0.5, torch.zeros(1)
@@ -327,7 +331,7 @@ def _classifier(gate: Any, parts: Sequence[Callable[[], _States]], seed: int) ->
             score = F.linear(torch.cat(rows).float(), weight, trained.get("bias", offset))
             if gate.out is not None:
                 score = F.linear(F.relu(score), trained["out"], offset)
-            # A half for each domain, however many its sources share it.
+            # Each domain has half of the weight, however many sources it has.
             halves = torch.where(asked == 1, asked.sum(), len(asked) - asked.sum()) * 2
             loss = F.binary_cross_entropy_with_logits(score.squeeze(-1), asked, weight=1 / halves, reduction="sum")
             optimizer.zero_grad()
@@ -338,13 +342,17 @@ def _classifier(gate: Any, parts: Sequence[Callable[[], _States]], seed: int) ->
 
 @dataclass
 class _Scored:
-    """The gate's evidence on held-out sequences, each B T 1, with where documents begin and how long prefixes are."""
+    """The gate's evidence on held-out sequences.
+
+    Each part is a batch: its evidence (B T 1), its `Gating`, which has where documents begin, and the lengths of
+    prefixes (B T).
+    """
 
     parts: list[tuple[Tensor, Any, Tensor]]
 
     @classmethod
     def of(cls, model: Any, layer: nn.Module, sequences: Sequence[PackedSequence]) -> _Scored:
-        """Evidence by the model's own code, from what goes into the layer."""
+        """Compute the evidence by the model's own code, from the inputs of the gate's layer."""
         gating = sys.modules[type(layer.domain_gate).__module__].Gating
         parts = []
         for batch in _batches(sequences):
@@ -356,9 +364,10 @@ class _Scored:
         return cls(parts)
 
     def lost(self, gate: Any) -> float:
-        """Return the share of tokens that need not have the base's bits: for which it is open or was, by Page's test.
+        """Return the share of tokens that need not have the base's bits.
 
-        By other readings that for which it is open, as they close where a single token says so.
+        Under Page's test these are the tokens at which the gate is open, or was open earlier in their document. Under
+        the other readings they are the tokens at which it is open, as such a gate closes at a single token.
         """
         if gate.spec.reads != "cusum":
             return float(self.open(gate)[0].double().mean())
@@ -366,26 +375,29 @@ class _Scored:
         return float(torch.cat(on).double().mean())
 
     def scores(self, gate: Any) -> Tensor:
-        """Return what the gate compares with its threshold for every token."""
+        """Return for every token the number that the gate compares with its threshold."""
         return torch.cat([scores(gate, at_work, evidence).flatten() for evidence, at_work, _ in self.parts])
 
     def open(self, gate: Any) -> tuple[Tensor, Tensor]:
-        """Return for every token whether the gate, as it is now, is open, and its prefix's length."""
+        """Return for every token whether the gate with its present tensors is open, and the length of its prefix."""
         on = [at_work.held(*at_work.judged(gate, evidence)).flatten().cpu() for evidence, at_work, _ in self.parts]
         return torch.cat(on), torch.cat([lengths.flatten() for *_, lengths in self.parts])
 
 
 def scores(gate: Any, at_work: Any, evidence: Tensor) -> Tensor:
-    """Return what a gate compares with its threshold, B T, of evidence, B T 1; by Page's test as if always closed."""
+    """Return the numbers (B T) that a gate compares with its threshold, from evidence (B T 1).
+
+    Under Page's test this is the sum that opens a gate, as if it had been closed all the time.
+    """
     sums: Tensor = at_work.sums(gate, evidence)
     tokens = 1 if gate.spec.reads == "cusum" else (sums[..., 1] + gate.prior).clamp(min=1)
     return sums[..., 0].float() / 2**16 / tokens
 
 
 def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype, least: float = -math.inf) -> Tensor:
-    """Return the lowest threshold, in the stored dtype, at which the gate exceeds no original source's limit.
+    """Return the lowest threshold, in the stored dtype, at which no original source loses more tokens than allowed.
 
-    It is at least `least`: evidence of kinds of text that no source has is worth less than it says.
+    It is at least `least`, because evidence is less reliable on kinds of text that no source has.
     """
     every = torch.cat([each.scores(gate) for each in original]).float().sort().values
     low, high = 0, len(every) - 1
@@ -400,7 +412,7 @@ def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype, least
 
 
 def _above(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value in a dtype, rounded up."""
+    """Convert a value to a dtype, rounded up."""
     rounded = value.to(dtype)
     if rounded.float() < value:
         rounded = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
@@ -412,7 +424,7 @@ def _figures(gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scor
     shares: list[float] = []
     by_length: dict[str, list[float | None]] = {}
     begins = (0, *LENGTHS)
-    # What a user wants to know is how it does on the given text.
+    # The figures are about the user's own text, without the negatives.
     given = {name: scored for name, scored in original.items() if name not in NAMES}
     for sources in (given, new):
         found = [scored.open(gate) for scored in sources.values()]
@@ -439,7 +451,10 @@ def _figures(gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scor
 
 
 def _judge(figures: GateFigures, say: Callable[[str], None]) -> None:
-    """Say how well the gate tells domains apart and what its errors cost; BadInput where nothing would be gained."""
+    """Report how well the gate separates the domains and what its errors cost.
+
+    Raises BadInput where it is open on too few new tokens for anything to be learned.
+    """
     words = (
         f"the domain gate is open on {figures.new:.1%} of held-out new tokens and {figures.original:.1%} of original"
         f" ones (at most {figures.limit:.1%} of each source allowed)"

@@ -1,12 +1,12 @@
-"""Whether packed documents see each other: measured before the first step, whatever the model and its attention are.
+"""A measurement before the first step of whether packed documents see each other, for any model and any attention.
 
 Shapes: B sequences of T tokens, D hidden size, N chosen tokens.
 
-A micro-batch of documents is run twice; in the second run every second document has other tokens, and all positions
-and lengths are the same. In a model that isolates documents the states of those that stayed do not change: not by a
-bit where every token is computed by itself, by rounding where tokens are grouped (mixtures of experts). How much they
-change in a model that isolates nothing is measured on the same documents, with positions that do not begin anew
-(`packing: joined`). The packer, collation, shape, dtype, attention implementation and mode are those of training.
+A micro-batch of documents is run twice. In the second run every second document has other tokens; positions and lengths
+are the same. In a model that isolates documents the states of the unchanged documents do not change: by no bit where
+every token is computed separately, by rounding where tokens are grouped (mixtures of experts). As a reference, the
+change without isolation is measured on the same documents with positions that do not restart (`packing: joined`). The
+packer, collation, shape, dtype, attention implementation and mode are the same as in training.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from surgeon.training.processes.sharding import let_go
 from surgeon.training.steps.by_document import by_document
 from surgeon.training.steps.packed import builds_no_mask
 
-# Relative change of a token's states that rounding alone may make, by dtype; and at most this part of a leak's.
+# The largest relative change of a token's states that counts as rounding, by dtype; and the largest fraction of the
+# change without isolation that does.
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 _OF_A_LEAK = 0.1
-# Sequences of the probe, how many documents each has in the mean, and how long these are at most.
+# Sequences of the probe, the documents in a sequence on average, and the most tokens of a document.
 _ROWS, _DOCUMENTS, _LONGEST = 2, 8, 512
 _SEED = 0
 
@@ -38,10 +39,11 @@ _SEED = 0
 class Isolation:
     """Relative changes of a document's states, ‖Δh‖ / ‖h‖, where only the tokens of other documents change.
 
-    `training` and `evaluation` are in these modes (None: not another code than in training); `without_grafts` is the
-    larger of both with grafts off (None: nothing leaked, or there are no grafts); `leaking` is that of a model that
-    isolates nothing. `alone` compares a packed document with the same one in a row of its own, in evaluation. `layer`
-    is the first one whose output changes (None: none does).
+    `training` and `evaluation` are the changes in these modes (None: evaluation runs the same code as training).
+    `without_grafts` is the larger one of both with grafts off (None: nothing leaked, or there are no grafts).
+    `leaking` is the change without isolation. `alone` compares a packed document with the same document in a row of its
+    own, in evaluation. A change up to `tolerance` is rounding. `layer` is the first layer whose output changes by more
+    (None: no layer does).
     """
 
     dtype: str
@@ -55,24 +57,24 @@ class Isolation:
 
     @property
     def change(self) -> float:
-        """The larger one of training and evaluation."""
+        """The larger one of the changes in training and evaluation."""
         return max(self.training, self.evaluation or 0.0)
 
     @property
     def isolates(self) -> bool:
-        """Whether nothing lets documents see each other."""
+        """Return whether documents do not see each other."""
         return self.change <= self.tolerance
 
     @property
     def by_grafts(self) -> bool:
-        """Whether grafts alone do, which by their definition read more than a document."""
+        """Return whether only grafts let documents see each other, which by definition read more than one document."""
         return not self.isolates and self.without_grafts is not None and self.without_grafts <= self.tolerance
 
     @property
     def shown(self) -> str:
-        """In words, with the figures."""
+        """The result in words, with the figures."""
         changed = self.change if self.without_grafts is None else self.without_grafts
-        # As in a model that counts positions itself.
+        # A model that counts positions itself does this.
         shifted = ": its positions do not start at 0 again" if self.alone > _OF_A_LEAK * self.leaking else ""
         return (
             f"measured: other neighbours change a document's states by {_number(changed)}, without isolation by"
@@ -86,9 +88,9 @@ def _number(value: float) -> str:
 
 
 def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: Sequence[int], device: Any) -> Isolation:
-    """Measure whether `model` keeps documents apart that are packed into one sequence; all processes call.
+    """Measure whether `model` keeps documents apart that are packed into one sequence; all processes call this.
 
-    Parameters that are zero, as grafts' are at birth, are random meanwhile, so that no path in the model is silent.
+    Parameters that are zero, as in grafts at birth, have random values meanwhile, so no path in the model is silent.
 
     Args:
         model: the model, on its device.
@@ -96,17 +98,17 @@ def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: S
         micro_batch: sequences that run together.
         packing: how documents are packed.
         ids: tokens from which documents are drawn at random.
-        device: where it runs.
+        device: where the model runs.
 
     Raises:
-        BadInput: the model's states are no finite numbers.
+        BadInput: the model's states are not finite.
     """
     rows = min(micro_batch, _ROWS)
     packed, joined = (_Documents(length, rows, each, torch.tensor(ids)) for each in (packing, "joined"))
     runs = _Runs(model, device)
     with _without_zeros(model), torch.no_grad():
         first, second = (runs.states(packed.batch(variant)) for variant in (0, 1))
-        # Without dropout, which would set them apart.
+        # In evaluation mode, as dropout would make them differ from a document run alone.
         sure = runs.states(packed.batch(0), training=False)
         if not bool(torch.isfinite(sure).all()):
             raise BadInput(
@@ -117,7 +119,7 @@ def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: S
         alone = _apart_from_alone(runs, packed, sure)
         evaluation = None
         if hasattr(model, "surgery") or builds_no_mask(model):
-            # Other code than in training.
+            # Evaluation runs other code than training.
             evaluation = packed.change(sure, runs.states(packed.batch(1), training=False), packed.kept)
         leaking = joined.changed(runs, packed.preceded)
         tolerance = min(_ROUNDING.get(model.dtype, _ROUNDING[torch.float32]), _OF_A_LEAK * leaking)
@@ -142,10 +144,11 @@ def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: S
 
 
 class _Documents:
-    """Documents of random tokens, packed into `rows` sequences by the packer of training; those with odd numbers stay.
+    """Documents of random tokens, packed into `rows` sequences by training's packer.
 
-    `document` and `place` (B T) are each token's document and its place there; `kept` are tokens of documents that
-    stay, `preceded` those of them before which their row has another document.
+    Documents with odd numbers have the same tokens in every variant. `document` and `place` (B T) are each token's
+    document and its place in it. `kept` (B T, bool) marks the tokens of odd documents, and `preceded` the kept tokens
+    whose document is not the first one of its row.
     """
 
     def __init__(self, length: int, rows: int, packing: Packing, ids: Tensor) -> None:
@@ -159,7 +162,7 @@ class _Documents:
         self.preceded = self.kept & (self.document != self.document[:, :1])
 
     def texts(self, variant: int) -> list[list[int]]:
-        """Token ids of the documents; those with even numbers have other ones in every variant."""
+        """Return the token ids of the documents; documents with even numbers have other tokens in every variant."""
         found = []
         for number, length in enumerate(each for row in self.rows for each in row):
             drawn = torch.Generator().manual_seed(2 * number + (variant if number % 2 == 0 else 0))
@@ -167,7 +170,7 @@ class _Documents:
         return found
 
     def batch(self, variant: int) -> dict[str, Tensor]:
-        """Collate it as training does."""
+        """Return the batch of a variant, packed and collated as in training."""
         texts = iter(self.texts(variant))
         sequences = []
         for number, row in enumerate(self.rows):
@@ -179,7 +182,7 @@ class _Documents:
         return batch_of(sequences)
 
     def alone(self, number: int) -> dict[str, Tensor]:
-        """A document in a row of its own."""
+        """Return a batch with one document in a row of its own."""
         text = self.texts(0)[number]
         row = int((self.document == number).any(dim=1).nonzero())
         packer = Packer(len(text), self.packing, 1 - row % 2)
@@ -187,15 +190,15 @@ class _Documents:
         return batch_of([packer.take()])
 
     def changed(self, runs: _Runs, chosen: Tensor, *, training: bool = True) -> float:
-        """How much the tokens `chosen` change with the other documents."""
+        """Run both variants, and return how much the states of the tokens `chosen` change between them."""
         first, second = (runs.states(self.batch(variant), training=training) for variant in (0, 1))
         return self.change(first, second, chosen)
 
     def change(self, first: Tensor, second: Tensor, chosen: Tensor) -> float:
-        """Relative change between states (B T D) of the tokens `chosen`.
+        """Return the relative change between two states (B T D) at the tokens `chosen`.
 
-        It is the largest median over a document, or over documents at one place in them: what leaks shows in a whole
-        document or at the begin of all, while rounding may give a single token another expert.
+        It is the largest median, over the tokens of a document or over the tokens at one place in all documents. A leak
+        changes a whole document, or the beginning of all; rounding may send a single token to another expert.
         """
         here = chosen.to(first.device)
         changes = relative(first[here], second[here])
@@ -210,7 +213,7 @@ class _Documents:
 
 
 def _lengths(length: int, row: int) -> list[int]:
-    """Tokens of the documents of a sequence, of which there are two at least."""
+    """Return the lengths of the documents of a sequence; there are at least two."""
     drawn = torch.Generator().manual_seed(_SEED + row)
     longest = max(1, min(_LONGEST, 2 * length // _DOCUMENTS))
     found: list[int] = []
@@ -225,7 +228,7 @@ def _add(packer: Packer, text: list[int]) -> None:
 
 
 def relative(first: Tensor, second: Tensor) -> Tensor:
-    """‖first − second‖ / ‖first‖ of every token, N, in float32 on the CPU; both are N D."""
+    """Return ‖first − second‖ / ‖first‖ of every token, N, in float32 on the CPU; both are N D."""
     first, second = first.float(), second.float()
     scale = first.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     found: Tensor = (first - second).norm(dim=-1) / scale
@@ -233,7 +236,10 @@ def relative(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _apart_from_alone(runs: _Runs, packed: _Documents, states: Tensor) -> float:
-    """How far the longest document that others precede is from itself alone: the median over its tokens."""
+    """Return how far a packed document is from the same document in a row of its own: the median over its tokens.
+
+    The document is the longest one that is not the first of its row.
+    """
     numbers = packed.document[packed.preceded]
     number = int(numbers.mode().values) if len(numbers) else 1
     here = (packed.document == number).to(states.device)
@@ -241,13 +247,13 @@ def _apart_from_alone(runs: _Runs, packed: _Documents, states: Tensor) -> float:
 
 
 class _Runs:
-    """Forwards of a model as training and held-out losses make them, and the states that its head reads."""
+    """A runner of a model's forward as in training or for held-out losses, which returns the inputs of the head."""
 
     def __init__(self, model: Any, device: Any) -> None:
         self.model, self.device = model, torch.device(device)
 
     def states(self, batch: dict[str, Tensor], *, training: bool = True) -> Tensor:
-        """Return the states that the head is given, B T D."""
+        """Return the inputs of the head, B T D; the logits where the model has no head."""
         kept: list[Tensor] = []
         given = {name: tensor.to(self.device) for name, tensor in batch.items()}
         if not (training and hasattr(self.model, "surgery")):
@@ -262,7 +268,7 @@ class _Runs:
                 _headless(self.model, kept),
                 by_document() if training else contextlib.nullcontext(),
             ):
-                # Of dropout.
+                # The seed of dropout.
                 torch.manual_seed(_SEED)
                 output = self.model(**given, use_cache=False)
         finally:
@@ -271,7 +277,7 @@ class _Runs:
         return found.reshape(*batch["input_ids"].shape, -1)
 
     def first_layer(self, packed: _Documents, tolerance: float) -> str | None:
-        """The first layer whose output changes by more than the tolerance: its number and what it is."""
+        """Return the first layer whose output changes by more than the tolerance, as its number and kind."""
         kinds = set(self.model._no_split_modules or ())
         layers = [module for module in self.model.modules() if type(module).__name__ in kinds]
         outputs: list[Tensor] = []
@@ -295,7 +301,7 @@ class _Runs:
 
 
 def _kind(model: Any, layers: Sequence[nn.Module], number: int) -> str:
-    """Name a layer by its class and, where the config has one, by the config's word."""
+    """Return what a layer is: its class and, where the config has `layer_types`, its type."""
     words = getattr(model.config.get_text_config(), "layer_types", None) or ()
     word = f", {printable(str(words[number]))}" if len(words) == len(layers) else ""
     return f"{printable(type(layers[number]).__name__)}{word}"
@@ -303,7 +309,7 @@ def _kind(model: Any, layers: Sequence[nn.Module], number: int) -> str:
 
 @contextlib.contextmanager
 def _headless(model: Any, kept: list[Tensor]) -> Iterator[None]:
-    """Inside, forwards compute neither logits nor their loss; what the head is given goes to `kept`."""
+    """Make forwards compute neither logits nor a loss within the context; append the inputs of the head to `kept`."""
     head, plain = model.get_output_embeddings(), model.loss_function
 
     def keep(hidden: Tensor) -> Tensor:
@@ -323,11 +329,11 @@ def _headless(model: Any, kept: list[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters of which every bit is zero have random values, as large as those of a layer's matrices."""
+    """Give parameters whose bits are all zero random values within the context, as large as trained matrices have."""
     changed: list[Tensor] = []
     try:
         for number, parameter in enumerate(model.parameters()):
-            # Of sharded weights this process's share.
+            # Where weights are sharded, this process's shard.
             own: Any = parameter.data
             own = own.to_local() if hasattr(own, "to_local") else own
             if own.dtype not in _ROUNDING or own.numel() == 0 or bool(own.any()) or bool(own.signbit().any()):

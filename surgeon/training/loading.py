@@ -1,4 +1,4 @@
-"""The model of a run, with exactly what is wanted set to train."""
+"""The model of a run, loaded with exactly the wanted parameters set to train, and the run's micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UPCYCLE = "upcycle_experts"
 
 
 def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
-    """Load the model and let exactly the run's parameters train. Raises BadInput, WrongSet."""
+    """Load the model and set exactly the run's parameters to train. Raises BadInput, WrongSet."""
     config = run.loaded.config
     if config.attention == "flex_attention" and run.device == "cpu":
         raise BadInput(
@@ -38,7 +38,7 @@ def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
 
 
 def batches_of(run: Run) -> Batches[Any]:
-    """Return this process's micro-batches, with the numbers of their sequences among all of the run."""
+    """Return this process's micro-batches, with each sequence's number among all sequences of the run."""
     return Batches(
         run.data.mixture,
         run.settings.micro_batch,
@@ -49,9 +49,9 @@ def batches_of(run: Run) -> Batches[Any]:
 
 
 def _spreads(run: Run, model: Any) -> bool:
-    """Whether a surgery made this mixture of a dense base, to train with the loss that spreads tokens over experts.
+    """Return whether a surgery made this mixture of experts from a dense base and its config has a load-balancing loss.
 
-    Other mixtures train as their config says.
+    Such a model trains with the loss that spreads tokens over experts; other mixtures train as their config says.
     """
     if run.manifest is None or not getattr(model.config, "router_aux_loss_coef", None):
         return False
@@ -60,7 +60,7 @@ def _spreads(run: Run, model: Any) -> bool:
 
 
 def trained_numbers(model: Any, fixed: Mapping[str, int]) -> int:
-    """How many numbers train, without those that are fixed."""
+    """Return how many numbers train, without those that are fixed."""
     training = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     left = sum(fixed.get(name, 0) for name, _ in training)
     total: int = sum(p.numel() for _, p in training)

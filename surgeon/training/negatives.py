@@ -1,9 +1,9 @@
-"""What a domain gate must stay closed for, whatever the sources are: passages of many kinds of text and languages.
+"""Text on which a domain gate must stay closed, whatever the sources are: passages of many kinds of text and languages.
 
-One source of original text shows a gate one kind of it. The passages are in `kinds_of_text.jsonl`, whose first line
-has their licence; beside them stands what the base itself wrote (`self_generated`). Kinds of which the new text itself
-is are left out, by its characters alone: by how much likelier their trigrams are in the new text than in the original
-one.
+A source of original text usually shows the gate only one kind. The passages are in `kinds_of_text.jsonl`, whose first
+line has their licence. Text that the base itself wrote (`self_generated`) is added. A kind that is like the new text is
+left out; this is decided by characters only, by how much likelier the kind's trigrams are under the new text than under
+the original text.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.layouts import Document, said_in
 from surgeon.data.packing import PackedSequence, Packer, Packing, SourceStream
 
-# What they are called among sources, of which none can have such a name: kinds of text, other languages, what the
-# base wrote. Each counts as one source, for a gate may do well on one and not on the other.
+# The names of the negatives among sources, which no source of a config can have: kinds of text, other languages, and
+# the base's own text. Each counts as one source, because a gate may do well on one and badly on another.
 KINDS, LANGUAGES, RECALLED = "(kinds)", "(languages)", "(recalled)"
 NAMES = (KINDS, LANGUAGES, RECALLED)
-# What stands in texts of every kind, and so is no kind of its own, however often it stands in the new text.
+# Kinds that occur within all kinds of text: they are never left out, however frequent they are in the new text.
 _EVERYWHERE = {"addresses", "names", "rules", "numbers", "labels", "paths"}
-# A language is called by its code alone.
+# The length of a kind that is a language: its code.
 _CODE = 2
-# Of the base's own documents each so manieth chooses the threshold.
+# Every fourth of the base's own documents serves to choose the threshold, the others to fit.
 _HELD = 4
-# Characters of either domain that are read; the new text's last tenth is what kinds are measured by.
+# Characters of each domain that are read; the last tenth of the new text gives the score that kinds are compared with.
 _CHARACTERS = 2**18
-# A kind whose trigrams are by this share as telling of new text as its own are is left out.
+# A kind is left out where its score is above this fraction of the new text's own score (`_like_new`).
 _OWN = 1 / 3
-# What a trigram counts that was not seen, of so many characters that may follow two others.
+# Smoothing: what is added to every trigram's count, and the assumed number of characters that can follow any two.
 _UNSEEN, _FOLLOWING = 0.1, 256
 
 
 @dataclass(frozen=True)
 class Negatives:
-    """Sequences to fit on and to choose the threshold by, each of other passages, by their name among sources.
+    """Sequences to fit on and sequences to choose the threshold by, of different passages, by their source's name.
 
-    `left_out` are the kinds that are not among them, and why.
+    `left_out` has the kinds that are in neither, each with the reason.
     """
 
     fitted: dict[str, list[PackedSequence]]
@@ -53,13 +53,14 @@ class Negatives:
     def beside(
         cls, streams: Sequence[SourceStream], length: int, held_length: int, recalled: Sequence[Document] = ()
     ) -> Self:
-        """Encode the passages that are neither of the kind of the new sources among `streams`, nor unreadable.
+        """Encode and pack the passages, without kinds that are like the new text or that the vocabulary cannot encode.
 
         Args:
             streams: all sources.
-            length: tokens of a sequence to fit on, in which documents stand apart.
-            held_length: tokens of the others, in which one passage follows the other as one document.
-            recalled: what the base wrote.
+            length: tokens of a sequence to fit on; its documents are isolated.
+            held_length: tokens of a sequence to choose the threshold by; its passages are joined to one document, but
+                the base's documents are isolated.
+            recalled: documents that the base wrote.
         """
         encoder = streams[0].encoder
         domains = [
@@ -92,18 +93,18 @@ class Negatives:
 
 @dataclass(frozen=True)
 class _Packed:
-    """Passages one after the other, in sequences of one length."""
+    """Passages that are packed one after another into sequences of one length."""
 
     packer: Packer
     sequences: list[PackedSequence]
 
     @classmethod
     def of(cls, length: int, how: Packing) -> Self:
-        """Nothing yet."""
+        """Return an empty one, for sequences of `length` tokens."""
         return cls(Packer(length, how, 0), [])
 
     def add(self, encoded: Encoded) -> None:
-        """Take a passage."""
+        """Append a passage."""
         used = 0
         while used < len(encoded[0]):
             used += self.packer.add(encoded, used)
@@ -111,7 +112,7 @@ class _Packed:
                 self.sequences.append(self.packer.take())
 
     def whole(self) -> list[PackedSequence]:
-        """All sequences, the last one padded."""
+        """Return all sequences, the last one padded."""
         if self.packer.room < self.packer.length:
             self.sequences.append(self.packer.take())
         return self.sequences
@@ -128,13 +129,13 @@ def kinds_of_text() -> dict[str, list[str]]:
 
 
 def _unknown(encoder: Encoder, ids: Sequence[int]) -> bool:
-    """Whether half of the tokens, or more, say only that there was something."""
+    """Return whether at least half of the tokens are the tokenizer's unknown token."""
     unknown = encoder.tokenizer.unk_token_id
     return unknown is not None and 2 * ids.count(unknown) >= len(ids)
 
 
 def _characters(streams: Iterable[SourceStream]) -> str:
-    """The beginnings of sources, as much of each."""
+    """Return `_CHARACTERS` characters from the beginnings of sources, equally many of each."""
     every = list(streams)
     found: list[str] = []
     for stream in every:
@@ -148,7 +149,11 @@ def _characters(streams: Iterable[SourceStream]) -> str:
 
 
 def _like_new(passages: dict[str, list[str]], original: str, new: str) -> list[str]:
-    """Return the kinds that the new text is of, by its trigrams beside those of original text."""
+    """Return the kinds of passages that are like the new text.
+
+    The score of a text is its mean log-likelihood by the new text's trigrams, minus the one by the original text's. A
+    kind is like the new text where its score is above `_OWN` times the score of the new text's last tenth.
+    """
     last = len(new) * 9 // 10
     of_new, of_original = _Trigrams.of(new[:last]), _Trigrams.of(original)
     own = of_new.mean(new[last:]) - of_original.mean(new[last:])
@@ -160,19 +165,19 @@ def _like_new(passages: dict[str, list[str]], original: str, new: str) -> list[s
 
 @dataclass(frozen=True)
 class _Trigrams:
-    """How often three characters follow each other in a text, and its pairs."""
+    """The counts of a text's character trigrams, and of their first two characters."""
 
     threes: Counter[str]
     twos: Counter[str]
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Count a text's."""
+        """Count the trigrams of a text."""
         places = range(len(text) - 2)
         return cls(Counter(text[at : at + 3] for at in places), Counter(text[at : at + 2] for at in places))
 
     def mean(self, text: str) -> float:
-        """The mean log-likelihood of a character of `text` by the two before it."""
+        """Return the mean log-likelihood of a character of `text`, given the two characters before it."""
         places = range(len(text) - 2)
         every = (
             (self.threes[text[at : at + 3]] + _UNSEEN) / (self.twos[text[at : at + 2]] + _UNSEEN * _FOLLOWING)

@@ -1,7 +1,7 @@
-"""A classification head for an encoder that has none: a surgery of its own, which training carries out before itself.
+"""A classification head for an encoder that has none, added by a surgery that `train` carries out before it trains.
 
-So the run's manifest has the head as it has everything that surgery made: by digest, drawn again by `verify`, taken
-back by `revert`. The encoder with its head lies beside RUN while the run lasts.
+So the run's manifest records the head like every tensor that a surgery made: by digest. `verify` draws it again, and
+`revert` removes it. The encoder with its head is stored next to RUN while the run lasts.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from surgeon.writing.apply import apply
 def headed(
     prepared: Prepared, folder: Path | None, *, trust_remote_code: bool, listener: Listener
 ) -> Iterator[Prepared]:
-    """Give an encoder a classification head for the config's labels, drawn by its seed, in a folder while inside.
+    """Write the encoder with a classification head for the config's labels, and yield the run of that encoder.
 
-    What trained then trains with the head. The first of several processes makes it, and its error is raised in all.
+    The config's seed draws the head, which trains in addition to the run's target. The first of several processes
+    writes, and its error is raised in all. The folder is removed at the end of the context.
 
     Args:
         prepared: the run of the encoder without a head.
-        folder: where the encoder with a head is written; None: beside the run.
-        trust_remote_code: as `apply` takes it.
-        listener: hears what `apply` reports.
+        folder: where the encoder with a head is written; None: next to the run.
+        trust_remote_code: run the code that the encoder brings, as in `apply`.
+        listener: receives a line about the new head.
 
     Raises:
         BadInput: the data's labels are not names or numbers of classes; and as `apply`.
     """
     out, place = prepared.out, folder or headed_folder(prepared.to)
-    # Called as `out`, which is how the run's manifest calls its base.
+    # The folder has the name of `out`, because the run's manifest names its base by it.
     made = place / (out.path.resolve().name or "encoder")
     with contextlib.ExitStack() as stack:
 
         def make() -> None:
-            """Write it to the folder, ours alone and gone once the run is over."""
+            """Write the encoder with a head to the folder, which is locked, and removed once the run is over."""
             stack.enter_context(writing(place))
-            # What a run that was cut off left there goes; the same values are drawn again.
+            # Remove what an interrupted run left there; the same values are drawn again.
             stack.enter_context(WorkFolder(place, target=prepared.to)).clear()
             stack.callback(shutil.rmtree, place, ignore_errors=True)
             labels, seed = labels_of(prepared.loaded), prepared.loaded.config.seed
@@ -75,10 +76,11 @@ def headed(
 
 
 def labels_of(loaded: LoadedConfig) -> list[str]:
-    """Return the names of the labels in the order of their numbers: the config's, else those of all texts, sorted.
+    """Return the names of the labels in the order of their numbers: the config's, else the sorted names in the texts.
 
-    Texts that are held out count too. Numbers are called as transformers calls them: LABEL_0, LABEL_1, … Raises
-    BadInput where names and numbers are mixed and nothing says which is which, for numbers below 0 and for too many.
+    Held-out texts count too. Numeric labels are named as in transformers: LABEL_0, LABEL_1, … Raises BadInput where
+    texts mix names and numbers, a number is below 0, there are fewer than two labels or too many, or the texts have
+    names or more labels where the config gives a number of labels.
     """
     labels = loaded.config.labels
     if isinstance(labels, list):

@@ -1,4 +1,4 @@
-"""A run before its first step: settled, its output as it was left, texts read through, trackers opened."""
+"""The opening of a settled run: the output's tensors are checked, the texts read, and the trackers opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from surgeon.training.training_data import open_data, steps_of
 
 
 def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str, Corpus] | None = None) -> Run:
-    """Open a run: its texts are read through, its trackers open.
+    """Open a run: read its texts, and open its trackers.
 
     Args:
         prepared: what `prepare` returned.
@@ -60,9 +60,9 @@ def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str,
 
 
 def check_as_left(out: CheckpointFolder, manifest: Manifest | None, listener: Listener) -> dict[str, str]:
-    """Digests of all tensors of the output; BadInput where one is not what surgery or training left.
+    """Return the digests of all tensors of the output.
 
-    Where there was no surgery nothing says what they should be.
+    Raises BadInput where a tensor differs from what surgery or training wrote. Without a manifest nothing is compared.
     """
     listener.begin("reading", sum(info.nbytes for info in out.tensors.values()))
     found = digests_of(out, out.tensors, listener.advance)
@@ -82,7 +82,7 @@ def check_as_left(out: CheckpointFolder, manifest: Manifest | None, listener: Li
 
 
 def as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
-    """The manifest of a model that had no surgery."""
+    """Return the manifest of a model without surgery, as it is now."""
     out = run.out
     names = out.side_files if out.own is None else {*out.side_files, *out.own.files}
     files = {name: hashlib.sha256(out.read_side_file(name)).hexdigest() for name in names}
@@ -90,10 +90,10 @@ def as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
 
 
 def open_trackers(names: Sequence[str], *, to: Path, config: str) -> list[TrainerCallback]:
-    """The trackers' callbacks, by the names that transformers gives them; `config` is the file that asks for them.
+    """Return the callbacks of trackers, given by transformers' names; `config` is the file that asks for them.
 
-    Raises BadInput for a name that transformers does not know, and for a library that is not installed; so does a
-    tracker that cannot begin (no login, say).
+    Raises BadInput for a name that transformers does not know, and for a library that is not installed. A callback
+    raises BadInput when its tracker cannot begin (no login, say).
     """
     opened = []
     for name in names:
@@ -106,14 +106,14 @@ def open_trackers(names: Sequence[str], *, to: Path, config: str) -> list[Traine
         except (RuntimeError, ImportError) as error:
             raise BadInput(f"{where}: {_line(error)}") from None
         if name == "tensorboard" and callback.logging_dir is None:
-            # transformers' own place is in the work folder, which goes when the run is published.
+            # transformers' default is in the work folder, which is removed when the run is published.
             callback.logging_dir = str(to.with_name(f"{to.name}-tensorboard"))
         opened.append(_begun(callback, where))
     return opened
 
 
 def _begun(callback: Any, where: str) -> TrainerCallback:
-    """The callback, whose trouble at the start is the user's to mend and not a bug."""
+    """Return the callback, changed so that an error at its start is raised as BadInput, which the user can mend."""
     begin = callback.on_train_begin
 
     def on_train_begin(*arguments: Any, **named: Any) -> Any:

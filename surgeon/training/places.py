@@ -1,4 +1,4 @@
-"""Folders beside a run, until it is published: its checkpoints, texts that the model writes, an encoder with a head."""
+"""Folders next to a run until it is published: its checkpoints, texts that the model writes, an encoder with a head."""
 
 from __future__ import annotations
 

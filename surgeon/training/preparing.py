@@ -1,6 +1,7 @@
-"""What is settled before a training run loads anything: its numbers, what it trains, that its texts are there.
+"""The checks of a training run before anything is loaded, which settle its numbers and the tensors that it trains.
 
-All of it comes from headers, the manifest and the config, without torch, so that a mistake is reported at once.
+They need only headers, the manifest and the config. The first ones run without torch, so that mistakes are reported
+at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _T = TypeVar("_T")
 def prepare(
     out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, to: Path, *, device: str, processes: int
 ) -> Prepared:
-    """Settle a run of `out` by the config.
+    """Check a run of `out` by the config, and return it with its numbers settled.
 
     Args:
         out: the output to train.
@@ -45,7 +46,7 @@ def prepare(
         loaded: the training config.
         to: where the run will be published.
         device: `auto`, or a device.
-        processes: how many take part.
+        processes: how many processes take part.
 
     Raises:
         BadInput: everything that is wrong, a line each.
@@ -61,7 +62,7 @@ def prepare(
     for number, source in enumerate(loaded.config.sources):
         wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_source(source, loaded)]
     if wrong:
-        # To take the model apart needs torch, which takes ten times as long to be imported.
+        # Analysing the model needs torch, whose import takes ten times as long as all checks before.
         raise bad_input(wrong)
     case = _tried(lambda: _case(out, manifest, loaded, to, device), wrong)
     if case is None:
@@ -94,7 +95,7 @@ def prepare(
 
 
 def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig) -> None:
-    """Raise BadInput where `prepare` would refuse what the config has train, or its teacher, whatever the texts."""
+    """Raise BadInput where `prepare` would reject what the config trains, or its remedies, whatever the texts are."""
     case = _case(out, manifest, loaded, out.path, "cpu")
     _check_trainable(case)
     for kind in REMEDIES:
@@ -102,7 +103,7 @@ def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: 
 
 
 def _case(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, to: Path, device: str) -> Case:
-    """Return what is asked for, with the tensors that train. Raises BadInput."""
+    """Return the case of a run, with the tensors that train. Raises BadInput."""
     anatomy, objective = dissect_folder(out), objective_of(loaded.config)
     target = target_of(loaded.config)(loaded, out, manifest, anatomy, objective.auto)
     wanted = objective.trained(target, target.names())
@@ -120,7 +121,7 @@ def _case(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig
 
 
 def _remedies(case: Case, wrong: list[str]) -> list[Remedy]:
-    """Return the remedies that a case asks for; what forbids one is added to `wrong`, once."""
+    """Return the remedies that a case asks for; problems with them are added to `wrong`, each once."""
     found: list[Remedy] = []
     for kind in REMEDIES:
         lines: list[str] = []
@@ -132,7 +133,7 @@ def _remedies(case: Case, wrong: list[str]) -> list[Remedy]:
 
 
 def _about_base(case: Case) -> list[str]:
-    """Say that tensors of the base will change, unless they are kept."""
+    """Warn where tensors of the base will change and their old values are not kept."""
     if not case.wanted.of_base or case.loaded.config.keep_base:
         return []
     return [
@@ -142,7 +143,7 @@ def _about_base(case: Case) -> list[str]:
 
 
 def trained_too(loaded: LoadedConfig) -> Iterator[str]:
-    """Say of which sources the held-out text is one that trains, by its path or by its content."""
+    """Yield a warning for each source whose held-out text also trains, found by its path or its content."""
     for source in loaded.config.sources:
         apart = isinstance(source.validation, str)
         aside = loaded.resolve(str(source.validation) if apart else source.path)
@@ -163,7 +164,7 @@ def _are_same(one: Path, other: Path) -> bool:
 
 
 def _check_fixed(wanted: TrainableSet, sharding: Sharding | None) -> None:
-    """BadInput where tensors that train in part would be sharded."""
+    """Raise BadInput where tensors that train in part would be sharded."""
     if sharding is not None and wanted.fixed:
         raise BadInput(
             f"{printable(min(wanted.fixed))}: a part of it trains, which is not done with sharded weights; leave"
@@ -172,7 +173,7 @@ def _check_fixed(wanted: TrainableSet, sharding: Sharding | None) -> None:
 
 
 def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:
-    """BadInput for chats that nothing says how to write, and for a template beside the checkpoint's own."""
+    """Raise BadInput for chats without any chat template, and for a template other than the checkpoint's own."""
     named, own = loaded.template, template_of(out)
     if named is not None and own not in (None, named):
         raise BadInput(
@@ -185,14 +186,14 @@ def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:
 
 
 def _not_installed(loaded: LoadedConfig) -> list[str]:
-    """A line for each package that the config asks for and that is not there."""
+    """Return a line for each package that the config needs and that is not installed."""
     found: dict[tuple[str | int, ...], str] = {("attention",): missing_for_attention(loaded.config.attention)}
     found |= {("report_to", number): missing_for_tracker(name) for number, name in enumerate(loaded.config.report_to)}
     return [f"{loaded.where(*place)}{sentence}" for place, sentence in found.items() if sentence]
 
 
 def _tried(check: Callable[[], _T], wrong: list[str]) -> _T | None:
-    """Return what the check returns; a problem that it raises goes to the list instead."""
+    """Return what the check returns; where it raises BadInput, add its lines to `wrong` and return None."""
     try:
         return check()
     except Mistakes as error:
@@ -203,7 +204,7 @@ def _tried(check: Callable[[], _T], wrong: list[str]) -> _T | None:
 
 
 def _check_trainable(case: Case) -> None:
-    """BadInput for what is quantised, and for float16 that would be trained as it is."""
+    """Raise BadInput where a tensor to train is quantised, or is float16 and would train in float16."""
     infos = [case.out.tensors[name] for name in case.wanted.names]
     packed = next((info for info in infos if info.dtype in QUANTISED_DTYPES), None)
     if packed is not None:

@@ -1,7 +1,7 @@
-"""The published run: the output's shards, with trained values in the place of what trained.
+"""Publishing a run: the output's shards, in which trained values replace the tensors that trained.
 
-Everything passes through `execute` as bytes, so a run is staged, read back and published like a surgery; that every
-tensor which did not train is what the manifest says is checked on the way.
+Everything passes through `execute` as bytes, so a run is staged, read back and published like a surgery. On the way it
+is checked that every tensor which did not train has the digest in the manifest.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from surgeon.writing.readback import ReadBack
 
 FINAL_FILE = "final.safetensors"
 ADAPTER_FILE = "adapter.safetensors"
-# The name of the work folder among the sources of the job, whose first is the output that was trained.
+# The name of the work folder among the sources of the job; the first source, "", is the output that was trained.
 _TRAINED = "trained"
-# That of a base whose values the output no longer has.
+# The name, among these sources, of a base whose values the output no longer has.
 _BEFORE = "before"
 
 
@@ -71,7 +71,7 @@ class Change(NamedTuple):
 
     @classmethod
     def between(cls, before: Tensor, after: Tensor) -> Self:
-        """Measure it, in float64."""
+        """Return the change from `before` to `after`, computed in float64."""
         delta, norm = after.double() - before.double(), float(before.double().norm())
         return cls(float(delta.abs().max()), float(delta.norm()) / norm if norm else None)
 
@@ -80,11 +80,11 @@ class Change(NamedTuple):
 class Trained:
     """A finished training run of `out`, published at `path`.
 
-    `changes` has every tensor that trained; `unchanged` are those that stayed as they were. `losses` maps sources to
-    their held-out losses in nats a token, before training and after `published_step`. With a classification head they
-    are in nats an example, and `scores` maps sources to their other figures then (`Judged`). `log` has the trainer's
-    entries. `seconds` and `tokens_per_second` count the steps since `resumed_at`, without evaluations and checkpoints.
-    Peak memory is in bytes, on the GPU where there is one.
+    `changes` has every tensor that trained; `unchanged` lists those among them that did not change. `losses` maps
+    sources to their held-out losses in nats per token, before training and after `published_step`. With a
+    classification head the losses are in nats per example, and `scores` maps sources to their other figures after
+    `published_step`. `log` has the trainer's entries. `seconds` and `tokens_per_second` count the steps since
+    `resumed_at`, without evaluations and checkpoints. Peak memory is in bytes, on the GPU where there is one.
     """
 
     out: Path
@@ -111,7 +111,7 @@ class Trained:
 
     @property
     def unchanged(self) -> tuple[str, ...]:
-        """Tensors that trained and did not change."""
+        """The names of the tensors that trained and did not change."""
         return tuple(name for name, change in self.changes.items() if change.max_change == 0)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,9 +141,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class Final:
-    """The trained values, in FINAL_FILE, and an adapter, in ADAPTER_FILE, with its config.
+    """A description of the trained values, which are in FINAL_FILE, and of an adapter, which is in ADAPTER_FILE.
 
-    `changes` says how each tensor differs from what it was.
+    `changes` measures how each tensor differs from its value before. `adapter` is the adapter's config file.
     """
 
     changes: dict[str, Change]
@@ -151,18 +151,18 @@ class Final:
 
 
 def write_final(out: CheckpointFolder, values: Values, work: Path, fixed: Mapping[str, Fixed]) -> Final:
-    """Write trained values in the output's dtypes to `work`'s FINAL_FILE, and measure how each differs from before.
+    """Write trained values in the output's dtypes to FINAL_FILE in `work`, and measure how each differs from before.
 
-    A part of a tensor that is fixed did not train: it is written as the output has it. An adapter is written beside it.
+    A fixed part of a tensor did not train; it is written as it is in the output. An adapter is written to ADAPTER_FILE.
 
     Args:
         out: the output that was trained.
-        values: what training made of its tensors.
+        values: the trained values of its tensors, and an adapter.
         work: the folder to write to.
-        fixed: by tensor, what of it did not train.
+        fixed: by tensor, the part that did not train.
 
     Raises:
-        PromiseBroken: a fixed part is another in what was trained.
+        PromiseBroken: a fixed part changed in training.
         BadInput: a trained value is not finite.
     """
     changes: dict[str, Change] = {}
@@ -187,7 +187,10 @@ def write_final(out: CheckpointFolder, values: Values, work: Path, fixed: Mappin
 
 
 def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tensor:
-    """The trained value in the stored dtype with what is fixed as it is stored. Raises PromiseBroken."""
+    """Return the trained value in the stored dtype, with the stored values in its fixed part.
+
+    Raises PromiseBroken where the fixed part changed in training.
+    """
     made = value.to(stored.dtype)
     for part in fixed.slices:
         if not torch.equal(value[part], stored[part].to(value.dtype)):
@@ -195,13 +198,13 @@ def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tenso
             raise PromiseBroken(
                 f"{printable(name)}: [{shown}] of it changed in training, which was to stay; nothing was published"
             )
-        # A run in a narrower dtype held them rounded.
+        # A run in a narrower dtype had these values rounded.
         made[part] = stored[part]
     return made
 
 
 class Before(NamedTuple):
-    """A checkpoint with values from before all training, by the names of the output's tensors."""
+    """A checkpoint with tensors as they were before all training, by the names of the output's tensors."""
 
     source: Source
     tensors: Mapping[str, TensorInfo]
@@ -210,10 +213,11 @@ class Before(NamedTuple):
 def _kept_shards(
     out: CheckpointFolder, manifest: Manifest, of_base: Collection[str], lost: Mapping[str, TensorInfo]
 ) -> tuple[list[Shard], dict[str, Pieces]]:
-    """Lay out what the tensors `of_base` were before all training, in shards cut as the output's, and where that lies.
+    """Lay out the base's tensors as they were before all training, in shards cut like the output's.
 
-    What an earlier run kept is taken from there; what an earlier run changed and did not keep is gone, unless `lost`
-    has it.
+    These are the tensors `of_base`, and all that earlier runs kept. Return the shards, and where each tensor is read:
+    in the kept files of earlier runs, else in the output. A tensor that an earlier run changed and did not keep is left
+    out, unless `lost` has it.
     """
     before = kept_tensors(out) if manifest.kept else None
     held = {} if before is None else before.tensors
@@ -241,25 +245,25 @@ def publishing_job(
     of_base: Collection[str] = (),
     keep: bool | Before = False,
 ) -> Job:
-    """The job that writes the run: every tensor in its shard of the output, trained ones from `work`'s FINAL_FILE.
+    """Return the job that writes the run: every tensor in its shard of the output, trained ones read from FINAL_FILE.
 
     Args:
         out: the output that was trained.
         manifest: its manifest.
-        work: the work folder, where `write_final` left what training made.
+        work: the work folder, to which `write_final` wrote the trained values.
         digests: the digest of every tensor of `out`.
-        final: what training made.
-        entry: what the manifest says of the run, but for its tensors.
-        added: small files that `out` has not.
-        of_base: tensors that trained and were the base's.
-        keep: write what those were before beside the weights; `Before` has what the output no longer has of it.
+        final: what `write_final` returned.
+        entry: the manifest's entry of the run, without its tensors.
+        added: small files that `out` does not have.
+        of_base: the base's own tensors that trained.
+        keep: store their old values next to the weights; a `Before` has old values that the output no longer has.
     """
     made = LocalSource(work)
     trained = {info.name: info for info in made.headers([FINAL_FILE])[FINAL_FILE].tensors}
     shards = tuple(
         Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
     )
-    # Files of weights beside the run's own: what the base's tensors were before training, and an adapter.
+    # Further files of weights: the base's tensors from before training, and an adapter.
     lost = keep.tensors if isinstance(keep, Before) else {}
     beside, places = _kept_shards(out, manifest, of_base, lost) if keep or manifest.kept else ([], {})
     kept = [name for name in out.tensors if kept_name(name) in places]
@@ -272,7 +276,7 @@ def publishing_job(
         added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
-        """Write manifest and card. Raises PromiseBroken where a tensor that did not train is not what it was."""
+        """Return the manifest and the card. Raises PromiseBroken where a tensor that did not train changed."""
         _check_untrained(proof, digests, {*places, *final.changes})
         before: dict[str, dict[str, Any]] = {name: {"before": digests[name]} for name in of_base}
         tensors = {
@@ -296,7 +300,7 @@ def publishing_job(
         files=model_files(out.config, shards, _code_of(out, manifest)) | dict(added),
         carried=out,
         finish=finish,
-        # Trained values are known by their digest: their file is another one after each call.
+        # Trained values are identified by their digest, because each call writes their file again.
         identity={
             "train": file_digest(work / FINAL_FILE),
             "adapter": None if final.adapter is None else file_digest(work / ADAPTER_FILE),
@@ -309,13 +313,13 @@ def publishing_job(
 
 
 def _code_of(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
-    """Return the files of code that surgery put there, and no other ones that the user trusts."""
+    """Return the files of code that a surgery added, and no other code that the user trusts."""
     ours = [name for name in manifest.code if CODE_NAME.fullmatch(name) and name not in out.side_files]
     return {name: content for name in ours if (content := out.read_code(name)) is not None}
 
 
 def _check_untrained(proof: ReadBack, digests: Mapping[str, str], changed: Collection[str]) -> None:
-    """Raise PromiseBroken where a tensor that was read back, and is not among the `changed`, is not what it was."""
+    """Raise PromiseBroken where a tensor outside `changed` was read back with another digest than before."""
     for name, digest in proof.digests.items():
         if name not in changed and digest != digests.get(name):
             raise PromiseBroken(

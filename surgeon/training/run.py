@@ -1,7 +1,8 @@
-"""A run: what it is asked to train, what is settled before it begins, and what stands open while it lasts.
+"""The types of a run: what it is asked to train, what is settled before it begins, and what is open while it lasts.
 
-And its objective, which is what it learns of its texts, and remedies against forgetting, which take part in it. The
-modules that carry a run out know these by the classes here alone, and targets by `targets.target.Target`.
+There are also the interfaces of objectives, which decide what a run learns from its texts, and of remedies against
+forgetting. The modules that carry out a run use both only through the classes here, and targets only through
+`targets.target.Target`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for: to train `target` of `out` by the config, and to publish the run as the folder `to`.
+    """A request: to train `target` of `out` by the config, and to publish the run as the folder `to`.
 
-    `manifest` is None where there was no surgery, until the tensors are read. `device` is as the call names it, in a
-    run as it was resolved. `wanted` are the tensors of the target.
+    `manifest` is None where there was no surgery; once the tensors are read, a run has one. `device` is the name in the
+    call, and in a `Run` the resolved device. `wanted` are the tensors to train.
     """
 
     out: CheckpointFolder
@@ -67,8 +68,8 @@ class Case:
 class Prepared(Case):
     """A run that can begin: its numbers, notes about them, how to shard it, and its remedies.
 
-    `settled_for` gives the numbers, and notes, once the steps of the config's `epochs` or `bytes` are counted; None
-    where the config says how many.
+    `settled_for` returns the numbers and notes for a count of steps, which the config's `epochs` or `bytes` give once
+    the texts are counted; None where the config has `steps`.
     """
 
     settings: Settings
@@ -80,9 +81,10 @@ class Prepared(Case):
 
 @dataclass
 class TrainingData:
-    """The text to train on, and by source the held-out sequences. `commits` are of sources on the Hub, by name.
+    """The text to train on, and by source the held-out sequences (`validation`).
 
-    `held` has, by source, what returns so many held-out sequences of such a length.
+    `commits` has the commit of each source on the Hub, by its name. `held` has by source a function that returns
+    held-out sequences, from their largest number and their length.
     """
 
     mixture: Mixture[Any]
@@ -104,13 +106,13 @@ class Run(Prepared):
     say: Callable[[str], None]
 
 
-# Tokens of a document that are shown, at most.
+# The most tokens of a document that are shown.
 SHOWN_TOKENS = 160
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One document as the model sees it: its parts, and whether the loss counts them; a long one has no middle."""
+    """One document as the model sees it: its parts, each with whether the loss counts it; long parts have no middle."""
 
     source: str
     parts: tuple[tuple[str, bool], ...]
@@ -118,9 +120,9 @@ class Sample:
 
 
 class Look(NamedTuple):
-    """Some documents of a source: their tokens, the share of these that the loss counts, and the first one.
+    """Figures of some documents of a source: their tokens, the share that the loss counts, and the first document.
 
-    `labels` says how many of all the source's documents have each label; empty where texts have none.
+    `labels` counts all documents of the source by label; it is empty where texts have no labels.
     """
 
     tokens: int
@@ -130,40 +132,40 @@ class Look(NamedTuple):
 
 
 class Objective(ABC):
-    """What a run learns of its texts: what it refuses, what a batch is, how its loss is computed, how it is judged."""
+    """A task that a run learns from texts: which models it rejects, what a batch is, how loss and figures are made."""
 
     # Whether texts are packed into sequences of one length, so that a run counts tokens; else it counts examples.
     packs: ClassVar[bool]
-    # transformers' class of the model; None: a decoder's.
+    # The name of the transformers auto class that builds the model; None: the one for decoders.
     auto: ClassVar[str | None] = None
 
     @abstractmethod
     def check(self, case: Case) -> None:
-        """Raise BadInput where the model does not do what is to be learned."""
+        """Raise BadInput where the model cannot learn this objective."""
 
     def trained(self, target: Target, wanted: TrainableSet) -> TrainableSet:
-        """Return the tensors of a target, `wanted`, with those that train beside every target. Raises BadInput."""
+        """Return a target's tensors, `wanted`, and those that train in addition to every target. Raises BadInput."""
         return wanted
 
     def ready(
         self, prepared: Prepared, folder: Path | None, *, trust_remote_code: bool, listener: Listener
     ) -> contextlib.AbstractContextManager[Prepared]:
-        """Give the model what it lacks for this objective, while inside.
+        """Return a context in which the model has what it lacks for this objective; it yields the run of that model.
 
         Args:
             prepared: the run of the model as it is.
-            folder: where a model that is made for the run is written; None: beside the run.
+            folder: where a model that is made for the run is written; None: next to the run.
             trust_remote_code: run the code that the model brings.
             listener: receives progress.
 
         Raises:
-            BadInput: it cannot be made.
+            BadInput: such a model cannot be made.
         """
         return contextlib.nullcontext(prepared)
 
     @property
     def unit(self) -> str:
-        """Return what a run's steps are counted in."""
+        """The unit in which the size of a step is counted."""
         return "tokens" if self.packs else "examples"
 
     def step_units(self, settings: Settings) -> int:
@@ -174,42 +176,43 @@ class Objective(ABC):
     def stream(
         self, source: SourceSpec, documents: Corpus, numbers: NDArray[np.int64], prepared: Prepared, encoder: Encoder
     ) -> Stream[Any]:
-        """Return what a source gives to train on.
+        """Return the stream of a source's sequences to train on.
 
         Args:
             source: the source.
             documents: its text.
-            numbers: which documents of it train.
+            numbers: the numbers of the documents to train on.
             prepared: the run.
             encoder: the model's tokenizer.
         """
 
     @abstractmethod
     def held_out(self, stream: Any, documents: Corpus, numbers: Sequence[int], most: int, length: int) -> list[Any]:
-        """Return at most `most` sequences of `length` tokens of a source's documents that are held out."""
+        """Return at most `most` held-out sequences of `length` tokens, from the documents `numbers`."""
 
     def check_data(self, data: TrainingData, where: str) -> None:  # noqa: B027  # most texts are fit for it
-        """Add what there is to say of the opened sources. Raises BadInput, which names the config `where`."""
+        """Check the opened sources, and add notes on them to `data`. Raises BadInput, which begins with `where`."""
 
     @abstractmethod
     def look(self, stream: Any, numbers: Sequence[int]) -> Look:
-        """Show some documents of a source, by their numbers, as the run would see them."""
+        """Return figures and a sample of some documents of a source, by their numbers, as the run would see them."""
 
     @abstractmethod
     def load(self, run: Run, **options: Any) -> Any:
-        """Load the model, with these options of `load_model`. Raises BadInput where it cannot be loaded."""
+        """Load the model; `options` are arguments of `load_model`. Raises BadInput where it cannot be loaded."""
 
     def isolate(self, run: Run, model: Any) -> None:  # noqa: B027  # one text a sequence needs none
-        """Have a model keep apart what stands in one sequence."""
+        """Make every forward of a model keep the documents in one sequence apart."""
 
     def check_isolation(self, run: Run, model: Any) -> None:  # noqa: B027  # one text a sequence needs none
         """Measure whether documents in one sequence see each other, and report it.
 
-        `model` is as it will train, on its device; all processes call. Raises BadInput where they do and must not.
+        `model` is ready to train, on its device; all processes call this. Raises BadInput where documents see each
+        other and must not.
         """
 
     def fused_head(self, run: Run, model: Any) -> FusedHead | None:
-        """Return what computes the loss without all logits at once; None where the model itself does."""
+        """Return the head that computes the loss without all logits at once; None where the model computes its loss."""
         return None
 
     @abstractmethod
@@ -217,13 +220,13 @@ class Objective(ABC):
         """Make a micro-batch of sequences."""
 
     def shares(self, batches: Sequence[Mapping[str, Tensor]], device: torch.device) -> list[dict[str, float]]:
-        """Return by what the runtime's scale of a loss is to be multiplied in each micro-batch of a process's step.
+        """Return the factors by which the scale of the runtime's losses is multiplied in each micro-batch.
 
-        All processes call.
+        All processes call this.
 
         Args:
-            batches: the micro-batches.
-            device: where numbers of all processes are summed.
+            batches: the micro-batches of this process in one step.
+            device: where numbers are summed over all processes.
 
         Returns:
             for each micro-batch the factors, by the loss's name
@@ -232,13 +235,14 @@ class Objective(ABC):
 
     @abstractmethod
     def judged(self, run: Run, model: Any, held: Sequence[Any]) -> dict[str, float]:
-        """Return the `loss` on held-out sequences, in nats, and other figures; all processes share the work."""
+        """Return the `loss` on held-out sequences, in nats, and other figures by name; all processes share the work."""
 
 
 class Text(NamedTuple):
-    """A text that the model writes before a run: what it is called, by which settings, to which file.
+    """A text that the model writes before a run: its name, what messages call it, its settings and its file.
 
-    Where it is not `needed`, a model that can write none of it goes without; `without` says what that costs, of `{}`.
+    Where `without` is given, the run goes on if the model fails to write the text. `without` is then the message that
+    says what the run lacks, with `{}` for the reason.
     """
 
     name: str
@@ -249,7 +253,7 @@ class Text(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What a remedy takes before the first step: wall seconds, what for, and its figures in a dry run's result."""
+    """What a remedy costs before the first step: wall seconds, what for, and its figures in a dry run's result."""
 
     seconds: float
     words: str
@@ -257,15 +261,15 @@ class Estimate(NamedTuple):
 
 
 class Remedy(ABC):
-    """Something that keeps a model near its base while it learns.
+    """A technique that keeps a model near its base while it learns.
 
-    It is asked in this order: `of` (where headers and config settle what it needs), `texts`, `fit`, `join`, `measure`,
-    then in each step `step`, `loss` for every micro-batch, and `pull`; `take` for each line of the log; `after`.
+    A run calls its methods in this order: `of` (from headers and config), `texts`, `fit`, `join`, `measure`; then in
+    each step `step`, `loss` for every micro-batch, and `pull`; `take` for each line of the log; at the end `after`.
     """
 
-    # In the log: what it adds to the loss, unweighted, and what a line of the log calls that. None: it adds nothing.
+    # The log's key of the remedy's unweighted term, and the term's name in shown lines. None: it adds no term.
     logged: ClassVar[tuple[str, str] | None] = None
-    # Whether it compares what the model's head is given.
+    # Whether the remedy reads the input of the model's head.
     reads_head: ClassVar[bool] = False
 
     def __init__(self, case: Case) -> None:
@@ -274,53 +278,53 @@ class Remedy(ABC):
     @classmethod
     @abstractmethod
     def of(cls, case: Case) -> Self | None:
-        """Return the remedy where the case asks for it. Raises BadInput where model or config cannot have it."""
+        """Return the remedy where the case asks for it, else None. Raises BadInput where model or config forbid it."""
 
     def check_sources(self) -> None:  # noqa: B027  # most need nothing
-        """Raise BadInput where the config's texts are not what it needs."""
+        """Raise BadInput where the config's sources lack what the remedy needs."""
 
     def notes(self) -> list[str]:
-        """Return what the user should know before the run."""
+        """Return what the user should know of the remedy before the run, a line each."""
         return []
 
     def texts(self) -> list[Text]:
-        """Return the texts that the model writes for it before the run's data is opened."""
+        """Return the texts that the model writes for the remedy before the run's data is opened."""
         return []
 
     def fit(self, run: Run, model: Any) -> Sequence[str]:
-        """Give tensors their values that get none by a gradient; return their names in memory. All processes call."""
+        """Set tensors that no gradient trains to fitted values; return their names in memory. All processes call."""
         return ()
 
     def join(self, run: Run, model: Any, head: FusedHead | None) -> Any:
-        """Take part in a loaded model, before it is sharded; return a second model that is to be sharded too."""
+        """Prepare the remedy for a loaded model before it is sharded; return a second model to shard too, or None."""
         return None
 
     def room(self, model: Any) -> tuple[int, str]:
-        """Return the bytes that its files take in the work folder at most, and what they are."""
+        """Return the most bytes of the remedy's files in the work folder, and what messages call them."""
         return 0, ""
 
     def measure(self, run: Run, model: Any, head: FusedHead | None) -> None:  # noqa: B027  # most measure nothing
-        """Measure what it needs of the model at birth, on its device; what a killed call left is taken again."""
+        """Measure what the remedy needs of the model at birth, on its device, or load what a killed call left."""
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> None:  # noqa: B027  # most count nothing
-        """Begin a step of these micro-batches of one process; all processes call."""
+        """Begin a step; `batches` are this process's micro-batches. All processes call this."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Inside, the loss of a forward on the step's next micro-batch holds its share of the term."""
+        """Return a context in which the loss of a forward on the step's next micro-batch has its share of the term."""
         return contextlib.nullcontext()
 
     def pull(self) -> Tensor | None:
-        """Add a gradient to that of a whole step, and return the term with its weight; None: it adds none."""
+        """Add a gradient to the gradients of a whole step, and return the weighted term; None: it adds none."""
         return None
 
     def take(self) -> float | None:
-        """Return the unweighted term in the mean over the steps since it was last taken; None: there was none."""
+        """Return the unweighted term, the mean over the steps since the last call; None: there was no term."""
         return None
 
     def after(self, run: Run) -> dict[str, Any]:
-        """Return what the manifest says of it."""
+        """Return what the run's manifest entry records of the remedy."""
         return {}
 
     def rehearse(self, run: Run, model: Any, head: FusedHead | None) -> Estimate | None:
-        """Estimate what it takes before the first step, and stand ready for a step; None: it takes nothing."""
+        """Estimate the remedy's cost before the first step, and prepare it for a step; None: it costs nothing."""
         return None

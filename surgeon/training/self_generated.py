@@ -1,7 +1,7 @@
 """Texts that a model writes for its own training, before the first step.
 
-Of several processes the first writes them while the others wait. A dry run has a batch of documents written, in memory,
-and takes them for all.
+The first of several processes writes them while the others wait. In a dry run the model writes only one batch of
+documents, in memory, which stands for the whole text.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from surgeon.training.run import Prepared, Text
 
 
 def write_texts(prepared: Prepared, listener: Listener, *, take_over: bool) -> None:
-    """Have the model write the texts of the run's remedies that are not there yet.
+    """Have the model write those texts of the run's remedies that do not exist yet.
 
-    The first of several processes does it, and its error is raised in all.
+    The first of several processes writes, and its error is raised in all.
 
     Args:
         prepared: the run.
         listener: receives progress.
-        take_over: take texts that came from elsewhere.
+        take_over: accept existing texts that came from elsewhere.
 
     Raises:
         BadInput: as `recall`.
@@ -48,9 +48,9 @@ def _texts(prepared: Prepared) -> list[Text]:
 
 
 def by_the_first(device: str, work: Callable[[], object]) -> None:
-    """Have the first of the processes that torchrun started do `work` while the others wait; its error is all's.
+    """Do `work` in the first of torchrun's processes while the others wait; its error is raised in all of them.
 
-    They send to each other as the trainer will have them do it. `device` is as the call names it.
+    The processes communicate by the same backend as later in the trainer. `device` is the name in the call.
     """
     ranks = Ranks.of_environment()
     if ranks.size == 1:
@@ -72,7 +72,7 @@ def _write(texts: Sequence[Text], prepared: Prepared, listener: Listener, take_o
     for text in texts:
         listener.say(f"{text.shown}: the model writes {text.spec.tokens:,} tokens")
         with writing(folder), WorkFolder(folder, target=prepared.to):
-            # It is ours, and nothing in it is a link.
+            # This makes the folder, or checks that it belongs to this user and has no links.
             pass
         try:
             recalled(
@@ -95,9 +95,10 @@ def _write(texts: Sequence[Text], prepared: Prepared, listener: Listener, take_o
 
 @dataclass(frozen=True)
 class Imagined:
-    """Texts that are not written yet: by source as many documents as it will have, of those that were written to see.
+    """Stand-ins for texts that are not written yet: by source a corpus that repeats a few sampled documents.
 
-    `seconds` is how long all of it takes, by the time of these; `notes` say so for each source.
+    A corpus has about as many documents as the text will have. `seconds` estimates the time to write all texts, from
+    the time of the samples; `notes` report it for each text.
     """
 
     texts: dict[str, Corpus]
@@ -108,7 +109,7 @@ class Imagined:
 def imagined_texts(prepared: Prepared, say: Callable[[str], None]) -> Imagined:
     """Estimate what `write_texts` would write, from one batch of documents of each text.
 
-    Nothing is written to disk. A text that a run has written already is not imagined. `say` takes a line for the user.
+    Nothing is written to disk. A text that a run has written already is left out. `say` receives lines for the user.
     Raises BadInput as `recall`.
     """
     config = prepared.loaded.config

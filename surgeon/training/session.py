@@ -1,4 +1,4 @@
-"""One training run, from the output's folder to the published one; the same call continues what a kill cut off."""
+"""One training run, from the output's folder to the published one, or the continuation of an interrupted run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from surgeon.training.steps.trainer import DATA_FILE, TRAINED_FILE, SurgeonTrain
 from surgeon.writing.linked_shards import bytes_to_move
 from surgeon.writing.write import execute
 
-# In the work folder: the published run, where what is asked for is only made of it.
+# A folder in the work folder: the whole run, where `deliver` makes the published folder from it.
 WHOLE_FOLDER = "whole"
 
 
@@ -58,19 +58,19 @@ def run_training(
     link: bool = False,
     take_over: bool = False,
 ) -> Trained | None:
-    """Train by what `prepare` returned and publish the run; None on processes that do not lead.
+    """Train the run that `prepare` returned, and publish it; return None on processes that do not lead.
 
     Args:
-        prepared: the output, the config, where the run is published, and what is settled of it.
+        prepared: the run.
         listener: receives progress.
-        deliver: makes the run's folder of the run, which is published in the work folder then.
-        link: link shards in which nothing trained to the output's.
+        deliver: makes what is published from the whole run, whose folder it receives; None: publish the whole run.
+        link: hard-link shards in which nothing trained to the output's shards.
         take_over: continue a work folder that came from elsewhere.
 
     Raises:
         BadInput: the run cannot be made.
-        WrongSet: something else would train.
-        Diverged: the loss is no number any more.
+        WrongSet: other parameters than the wanted ones would train.
+        Diverged: the loss is not finite any more.
         PromiseBroken: a tensor that did not train changed.
     """
     out, loaded, to = prepared.out, prepared.loaded, prepared.to
@@ -86,7 +86,7 @@ def run_training(
         writing(run.work, kept=kept),
         own_work_folder(run.work, to, fingerprint, leads=ranks.leads, take_over=take_over, say=say) as work,
     ):
-        # Another run may have made it before this one held the folder.
+        # Another run may have published `to` before this one locked the work folder.
         check_destination(to, out.path)
         for note in (*out.notes, *run.notes, *run.data.notes):
             say(note)
@@ -99,7 +99,7 @@ def run_training(
         work.check_there()
         whole = run.work / WHOLE_FOLDER
         if whole.exists():
-            # Of a run that was cut off before it was delivered.
+            # Left by a call that was interrupted before it delivered.
             shutil.rmtree(whole)
         trained = _publish(trained, run, to if deliver is None else whole, digests, link=link)
         if deliver is not None:
@@ -110,9 +110,9 @@ def run_training(
 
 
 def _train(run: Run) -> Trained:
-    """Train from the newest checkpoint, or from the beginning, to the last step.
+    """Train from the newest checkpoint, or from the beginning, to the last step; return the run's result.
 
-    Its manifest and changes are known once it is published.
+    Its changes are still empty, and its manifest is the output's; publishing fills in both.
     """
     settings, ranks = run.settings, run.ranks
     assert run.manifest is not None
@@ -132,7 +132,7 @@ def _train(run: Run) -> Trained:
     a_step = run.objective.step_units(settings)
     tokens, made = settings.steps * a_step, (settings.steps - done) * a_step
     if not run.objective.packs:
-        # Without padding: what was drawn, which a checkpoint remembers.
+        # Tokens without padding: those of all drawn examples, which a checkpoint counts.
         tokens, made = sum(stream.used for stream in run.data.mixture.streams), 0
     return Trained(
         out=run.out.path,
@@ -155,7 +155,7 @@ def _train(run: Run) -> Trained:
 
 
 def _steps(trainer: SurgeonTrainer, run: Run, checkpoint: Path | None, done: int) -> list[dict[str, Any]]:
-    """Make the steps after step `done`, which `checkpoint` is of, and return the log of all steps."""
+    """Make the steps after step `done`, the step of `checkpoint`; return the log of all steps."""
     settings = run.settings
     if checkpoint is not None:
         run.say(f"continuing from the checkpoint of step {done}")
@@ -172,13 +172,13 @@ def _steps(trainer: SurgeonTrainer, run: Run, checkpoint: Path | None, done: int
 
 
 def _scores(entry: Mapping[str, Any], source: str) -> dict[str, float]:
-    """Return an evaluation's figures of a source beside its loss."""
+    """Return the figures of a source in an evaluation, without the loss."""
     keys = ("accuracy", "f1", "matthews")
     return {key: float(entry[found]) for key in keys if (found := f"eval_{source}_{key}") in entry}
 
 
 def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[str, float]) -> int:
-    """The last step, or the best one on the source that the config names."""
+    """Return the step to publish: the last one, or the best one on the source that `keep_best` names."""
     source = run.loaded.config.keep_best
     if source is None or (best := best_step(log, source)) is None:
         return run.settings.steps
@@ -190,13 +190,13 @@ def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[s
 
 
 def _trainer(run: Run, done: int) -> SurgeonTrainer:
-    """Load the model, let exactly the run's parameters train, and make the trainer that continues after step `done`."""
+    """Load the model, set exactly the run's parameters to train, and return the trainer that continues after `done`."""
     settings, ranks = run.settings, run.ranks
     args = training_arguments(run)
     model, parameters = loaded_model(run)
     fitted = [name for remedy in run.remedies for name in remedy.fit(run, model)]
     if run.sharding is None:
-        # What is compared before the first step runs where training does: some attention runs on a GPU alone.
+        # Checks before the first step run on training's device, because some attention runs only on a GPU.
         model.to(args.device)
     fused = run.objective.fused_head(run, model)
     beside = [remedy.join(run, model, fused) for remedy in run.remedies]
@@ -224,9 +224,9 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
 
 
 def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], *, link: bool) -> Trained:
-    """Write the run to `target`, and add its manifest and what changed to `trained`.
+    """Write the run to `target`; return `trained` with the run's manifest and the changes of its tensors.
 
-    `digests` are those of all tensors of the output. Raises BadInput where the checkpoint is damaged.
+    `digests` has the digests of all tensors of the output. Raises BadInput where the checkpoint is damaged.
     """
     assert run.manifest is not None
     last = run.work / f"checkpoint-{trained.published_step}"
@@ -237,7 +237,7 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
             f"{printable(str(run.work))}: {wrong}; nothing is published of it. Run the same command again: it goes on"
             " from the checkpoint before"
         )
-    # What an adapter goes onto: the model as it is before this run.
+    # The model that an adapter is loaded onto: the model before this run.
     called = run.manifest.base.id if not run.manifest.operations else run.out.path.resolve().name
     values = run.target.publish(last / TRAINED_FILE, run.wanted, called)
     final = write_final(run.out, values, run.work, run.wanted.fixed)
@@ -264,7 +264,7 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
 
 
 def _entry(trained: Trained, run: Run) -> dict[str, Any]:
-    """What is written down of the run, but for its tensors."""
+    """Return the manifest's entry of the run, without its tensors."""
     config = run.loaded.config.model_dump(mode="json")
     for source in config["sources"]:
         source["revision"] = run.data.commits.get(source["name"])
@@ -289,7 +289,7 @@ def _entry(trained: Trained, run: Run) -> dict[str, Any]:
 
 
 def _curve(trained: Trained, source: str) -> dict[str, float]:
-    """The held-out losses on a source by step, from before the first one on."""
+    """Return the held-out losses on a source by step; step 0 is before training."""
     measured = f"eval_{source}_loss"
     later = {str(entry["step"]): float(entry[measured]) for entry in trained.log if measured in entry}
     return {"0": trained.losses[source][0]} | later
@@ -308,7 +308,7 @@ def _saving(run: Run, model: Any) -> Saving:
 
 
 def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:
-    """Held-out losses before the first step; of a run that is continued, as they were then."""
+    """Return the held-out losses before the first step; a run that is continued reads them from its record."""
     record = RunRecord.read(run.work)
     if record is not None and record.first is not None:
         return record.first

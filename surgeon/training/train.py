@@ -1,4 +1,4 @@
-"""`surgeon train`: train what a surgery made, or what else the config says, and nothing else."""
+"""`surgeon train`: trains what a surgery added, or what the config selects instead, and nothing else."""
 
 from __future__ import annotations
 
@@ -48,16 +48,14 @@ def train(
 ) -> Trained | None:
     """Train what surgery added to `out` by `config`, and publish the run as the new folder `to`.
 
-    `config` is a training config's file, or what `load_config` read.
-
-    The config's `what` and `lora` train something else, of a plain base too, which then has a `surgery.json` as well.
-    `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
-    checked. The same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
-    makes this call.
+    The config's `what` or `lora` can select other tensors, also those of a plain base; such a run has a `surgery.json`
+    as well. At any moment `to` is either absent or complete. Every tensor that did not train is byte for byte the
+    tensor of `out`, which is checked. The same call continues an interrupted run from its last checkpoint. Under
+    torchrun every process makes this call.
 
     Args:
         out: an output of `apply`, or a plain model.
-        config: the training config.
+        config: a training config's file, or what `load_config` returned.
         to: the new folder.
         overrides: values that replace the file's: `optimizer.lr=1e-4`, `sources.NAME.share=0.5`.
         delta_only: publish the run's delta (`make_delta`), which `apply_delta` applies to the base.
@@ -71,9 +69,9 @@ def train(
         The run; None on all processes but the first.
 
     Raises:
-        BadInput: it cannot be trained.
-        WrongSet: anything else would train.
-        Diverged: the loss is no number any more.
+        BadInput: the run cannot be made.
+        WrongSet: other parameters than the selected ones would train.
+        Diverged: the loss is not finite any more.
     """
     prepared = _prepared(out, config, to, overrides, device, trust_remote_code)
     listener = listener or Quiet()
@@ -101,19 +99,19 @@ def rehearse(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Rehearsal:
-    """Estimate what `train` of the same arguments would see and cost; nothing is written.
+    """Estimate the data and the cost of `train` with the same arguments; nothing is written.
 
-    The texts are read through and tokens counted, a few micro-batches are run and timed. Of a text that the model has
-    yet to write, one batch of documents is written.
+    The texts are read and their tokens counted; a few micro-batches are run and timed. Of a text that the model has yet
+    to write, one batch of documents is generated, in memory.
 
     Args:
-        out: as `train` takes it.
-        config: as `train` takes it.
-        to: as `train` takes it.
-        overrides: as `train` takes them.
-        device: as `train` takes it.
-        trust_remote_code: as `train` takes it.
-        listener: as `train` takes it.
+        out: as in `train`.
+        config: as in `train`.
+        to: as in `train`.
+        overrides: as in `train`.
+        device: as in `train`.
+        trust_remote_code: as in `train`.
+        listener: as in `train`.
 
     Raises:
         BadInput: as `train`, and where a micro-batch does not fit into memory.
@@ -142,7 +140,7 @@ def _prepared(
     device: str,
     trust_remote_code: bool,
 ) -> Prepared:
-    """Everything about a run that is checked without torch. Raises BadInput with all that is wrong."""
+    """Read the config, open the output, and settle the run. Raises BadInput with all that is wrong, a line each."""
     if isinstance(config, LoadedConfig):
         if overrides:
             raise BadInput("`overrides` are for a config file; change the loaded config instead")
@@ -158,7 +156,7 @@ def _prepared(
 
 
 def trained_view(trained: Trained) -> RenderableType:
-    """Show what was learned and forgotten, what changed by how much, and what it took."""
+    """Show a finished run: losses before and after, by how much tensors changed, and time and memory."""
     losses = FittedTable("source")
     for column in ("before", "after", "change"):
         losses.add_column(column)
@@ -202,7 +200,7 @@ def trained_view(trained: Trained) -> RenderableType:
 
 
 def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
-    """The sources and what the run takes of them, a sample of each with what the loss counts, memory and time."""
+    """Show the sources and how much the run reads of each, a sample with what the loss counts, memory and time."""
     sources = FittedTable("source")
     labelled = any(source.labels for source in rehearsal.sources)
     learned = "labels" if labelled else "the loss counts"
@@ -224,7 +222,7 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
         shown = FittedTable(headings=False)
         for text, counted in sample.parts:
             style = "green" if counted else "dim"
-            # Line ends as the sign that is read for them: a sample stays what it is, and stays short.
+            # Line ends are shown as a sign, which keeps a sample exact and short.
             shown.add_row(
                 Text("loss" if counted else "", style=style),
                 Text(printable(text.replace("\n", "⏎"), 2000), style=style),
@@ -250,21 +248,21 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
 
 
 def _labels(found: Mapping[str, int]) -> str:
-    """How many texts have each label: `low 40, high 38`, of many labels the most frequent ones."""
+    """Return how many texts have each label, as `low 40, high 38`; of many labels only the most frequent ones."""
     most = sorted(found.items(), key=lambda entry: -entry[1])[:_MOST_LABELS]
     more = f", {len(found) - len(most)} more" if len(found) > len(most) else ""
     return ", ".join(f"{printable(name, 24)} {number:,}" for name, number in most) + more
 
 
 def check_training(out: Checkpoint, config: LoadedConfig) -> None:
-    """Raise BadInput where `train` would refuse what the config has train, or its teacher, whatever the texts."""
+    """Raise BadInput where `train` would reject what the config trains, or its remedies, whatever the texts are."""
     from surgeon.training.preparing import check_base_trains
 
     check_base_trains(out.folder, out.manifest, config)
 
 
 def discard_run(to: str | Path) -> None:
-    """Remove what a call of `train` that ended early keeps beside `to`: checkpoints, and texts that the model wrote."""
+    """Remove what an interrupted call of `train` left next to `to`: its checkpoints, and texts that the model wrote."""
     from surgeon.training.places import memory_folder, work_folder
 
     for folder in (work_folder(Path(to)), memory_folder(Path(to))):

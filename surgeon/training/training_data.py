@@ -1,4 +1,4 @@
-"""A run's sources, opened: documents to train on in shares, and sequences that are held out."""
+"""The opened sources of a run: a mixture of documents to train on, by shares, and held-out sequences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from surgeon.training.run import Prepared, TrainingData
 
 @dataclass
 class _Drawn:
-    """Documents as they are drawn, by `lengths` (tokens and bytes of each), and what was drawn so far."""
+    """A count of the tokens and bytes drawn from a source; `lengths` yields each document's tokens and bytes."""
 
     lengths: Iterator[tuple[int, int]]
     tokens: int = 0
@@ -34,7 +34,7 @@ class _Drawn:
     last: tuple[int, int] = (1, 0)
 
     def upto(self, tokens: float) -> float:
-        """Bytes of the first so many tokens; never fewer than the time before."""
+        """Return the bytes of the first `tokens` tokens; calls must not ask for fewer tokens than before."""
         while self.tokens < tokens:
             count, nbytes = next(self.lengths)
             self.last = max(1, count), nbytes
@@ -43,7 +43,7 @@ class _Drawn:
 
     @property
     def tokens_a_byte(self) -> float:
-        """The rate in the documents that were drawn."""
+        """The mean tokens per byte of the documents that were drawn."""
         return self.tokens / max(1, self.nbytes)
 
 
@@ -52,8 +52,8 @@ def open_data(prepared: Prepared, say: Callable[[str], None], imagined: Mapping[
 
     Args:
         prepared: the run.
-        say: takes a line for the user.
-        imagined: by source, texts that the model has yet to write.
+        say: receives lines for the user.
+        imagined: by source, stand-ins for texts that the model has yet to write.
 
     Raises:
         BadInput: a source cannot be read, holds out too little, or has nothing to learn.
@@ -87,7 +87,7 @@ def open_data(prepared: Prepared, say: Callable[[str], None], imagined: Mapping[
 
 
 def _read(source: SourceSpec, prepared: Prepared, say: Callable[[str], None], encoder: Encoder) -> OpenedSource:
-    """Read a source through. Raises BadInput where it cannot be read, or the model's text is not there."""
+    """Read a whole source. Raises BadInput where it cannot be read, or the text that the model wrote is missing."""
     loaded = prepared.loaded
     if source.generate is not None:
         path = written_source(memory_folder(prepared.to), source)
@@ -105,7 +105,10 @@ def _read(source: SourceSpec, prepared: Prepared, say: Callable[[str], None], en
 def _parted(
     data: TrainingData, source: SourceSpec, opened: OpenedSource
 ) -> tuple[NDArray[np.int64], Corpus, list[int]]:
-    """Note what was opened, and divide it into the documents to train on and those held out, with their numbers."""
+    """Note in `data` what was opened, and split the source into documents to train on and held-out ones.
+
+    Return the numbers of the documents to train on, the corpus of the held-out documents, and their numbers in it.
+    """
     data.documents += [opened.text] if opened.held_out is None else [opened.text, opened.held_out]
     if opened.commit is not None:
         data.commits[source.name] = opened.commit
@@ -119,11 +122,12 @@ def _parted(
 
 
 def steps_of(data: TrainingData, prepared: Prepared, say: Callable[[str], None]) -> int:
-    """The steps of the config's `epochs` or `bytes`, of the sources that are not original, or of all.
+    """Return the number of steps by the config's `epochs` or `bytes`, which count the sources that are not original.
 
-    Of epochs: epochs · their tokens / (their share · tokens of a step), rounded up; every document is tokenised
-    once, or examples are counted. Of bytes: the first step at which the text that was drawn of them has so many;
-    what is drawn is tokenised once.
+    Where all sources are original, all count. By epochs the steps are epochs · tokens of these sources / (their share ·
+    tokens per step), rounded up; for that every document is tokenised once (with labels, examples are counted instead).
+    By bytes it is the first step at which the text drawn from these sources has that many bytes; only that text is
+    tokenised.
     """
     config, objective, settings = prepared.loaded.config, prepared.objective, prepared.settings
     drawn = [source for source in config.sources if source.share]
@@ -147,9 +151,9 @@ def steps_of(data: TrainingData, prepared: Prepared, say: Callable[[str], None])
 
 
 def _steps_of_bytes(data: TrainingData, wanted: int, counted: Collection[str], settings: Settings) -> int:
-    """Count the fewest steps whose sequences of the sources `counted` have `wanted` bytes of text.
+    """Return the fewest steps whose sequences from the sources `counted` have `wanted` bytes of text.
 
-    A document that a step cuts counts by the part of its tokens.
+    A document that the last step cuts counts by the fraction of its tokens.
     """
     a_step = settings.batch * settings.length
     streams = {stream.name: stream for stream in data.mixture.streams}

@@ -1,1 +1,1 @@
-"""train.yaml: its schema, its loading, and the settings that it and the papers give a run."""
+"""The training config train.yaml: its schema, its loading, and the settings of a run by it and by the papers."""

@@ -1,4 +1,4 @@
-"""train.yaml, read: values as the schema has them, the line of each, and the options that replaced some."""
+"""The loading of train.yaml: values checked by the schema, the line of each, and options that replace values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ HABITS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class LoadedConfig(Loaded[TrainConfig]):
-    """A config and the file it came from."""
+    """A training config, the file it was read from, and the line of each value."""
 
     @property
     def template(self) -> str | None:
@@ -72,7 +72,10 @@ class LoadedConfig(Loaded[TrainConfig]):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read and check a config file, with `overrides` (`optimizer.lr=1e-4`) in it; BadInput names file and line."""
+    """Read and check a config file, after replacing values by `overrides` (`optimizer.lr=1e-4`).
+
+    Raises BadInput, which names file and line.
+    """
     document = read_yaml(
         path, what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`, or `bytes:`) and `sources:`"
     )
@@ -81,5 +84,5 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of training configs, for editors that complete YAML by it."""
+    """Return the JSON schema of training configs, by which editors complete YAML."""
     return editor_schema(TrainConfig, "surgeon training config")

@@ -1,4 +1,4 @@
-"""train.yaml: the schema of a training run. Strict: nothing unknown gets through."""
+"""The schema of train.yaml, which configures a training run. It is strict: unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from surgeon.manifest.trainable import LayersSpec
 from surgeon.models.templates import TemplateName
 from surgeon.training.backends import AttentionName, TrackerName
 
-# Of one classification head.
+# The most labels of a classification head.
 MOST_LABELS = 1000
 
-# What several files say in the same words.
+# Values that several config formats share.
 Packing = Literal["isolated", "joined"]
 TrainingDtype = Literal["auto", "bfloat16", "float32"]
 CrossEntropy = Literal["auto", "torch", "chunked", "liger"]
 
-# Beyond these a number is a slip: no run of this kind has them.
+# Larger numbers are taken for typing errors.
 _MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
 
 
-# Terms of `preserve`; fisher has another size than the others.
+# Terms of `preserve`, and their default weights; fisher's values have another size than the others'.
 PreserveLoss = Literal["kl", "reverse_kl", "hidden_mse", "fisher"]
 _DEFAULT_WEIGHTS: dict[PreserveLoss, float] = {"kl": 1.0, "reverse_kl": 1.0, "hidden_mse": 1.0, "fisher": 100.0}
 _FISHER_SEQUENCES = 64
@@ -115,32 +115,32 @@ class PreserveSpec(Entry):
 
     @property
     def losses(self) -> list[PreserveLoss]:
-        """The names of its terms."""
+        """The names of the terms."""
         return self.loss if isinstance(self.loss, list) else [self.loss]
 
     @property
     def taught(self) -> PreserveLoss | None:
-        """The term for which the base teaches; None: there is none."""
+        """The term that compares the model with a teacher; None: there is no such term."""
         return next((name for name in self.losses if name != "fisher"), None)
 
     @property
     def fisher(self) -> int:
-        """How many sequences the Fisher information is estimated from at most; 0: it is no term."""
+        """The most sequences from which the Fisher information is estimated; 0: fisher is not among the terms."""
         return (self.sequences or _FISHER_SEQUENCES) if "fisher" in self.losses else 0
 
     def weight_of(self, loss: PreserveLoss) -> float:
-        """The factor of a term in the loss."""
+        """Return the weight of a term in the loss."""
         given = self.weight.get(loss) if isinstance(self.weight, dict) else self.weight
         return given or _DEFAULT_WEIGHTS[loss]
 
     @property
     def cached(self) -> int | None:
-        """How many tokens are kept on disk of what the base says; None: it says it during training."""
+        """How many likeliest next tokens of each prediction are recorded on disk; None: the base runs in training."""
         return self.teacher.cached if isinstance(self.teacher, TeacherSpec) else None
 
     @property
     def last(self) -> bool | None:
-        """Whether the model that the last surgery began with teaches; None: where the first base is lost."""
+        """Whether the model before the last surgery teaches; None: only where the first base is lost."""
         if self.teacher == "base":
             return False
         return True if isinstance(self.teacher, TeacherSpec) and self.teacher.surgery else None
@@ -212,11 +212,11 @@ class RunSettings(Entry):
     cross_entropy: Annotated[CrossEntropy | None, Field(description="as in a training config")] = None
 
     def given(self) -> dict[str, Any]:
-        """Return what was said, without what was left out and without the optimizer's, as plain data."""
+        """Return the keys that were given, without the optimizer's, as plain data."""
         return self.model_dump(mode="json", exclude_none=True, exclude={"optimizer"})
 
     def given_optimizer(self) -> dict[str, Any]:
-        """Return what was said of the optimizer, as plain data."""
+        """Return the optimizer's keys that were given, as plain data."""
         return {} if self.optimizer is None else self.optimizer.model_dump(mode="json", exclude_none=True)
 
 
@@ -361,12 +361,12 @@ class TrainConfig(Entry):
 
     @property
     def counts_text(self) -> bool:
-        """Whether the steps are known once the text was counted."""
+        """Return whether the number of steps is known only after counting the text (`epochs` or `bytes`)."""
         return self.steps is None
 
     @property
     def classifies(self) -> bool:
-        """Whether texts with labels train a classification head, and not texts a language model."""
+        """Return whether the run trains a classification head on texts with labels, and no language model."""
         return any(source.kind == "labels" for source in self.sources)
 
     def _check_classifies(self) -> None:
@@ -392,7 +392,7 @@ class TrainConfig(Entry):
             raise ValueError(f"`keep_best` names {wanted!r}, no source that holds text out; those that do: {known}")
 
     def domain_of(self, source: SourceSpec) -> int:
-        """What `domain_ids` call a source: 0 original, 1 new; tasks count from 1 in order of their first source."""
+        """Return a source's number in `domain_ids`: 0 original, 1 new; tasks count from 1, by their first source."""
         if source.role in (ORIGINAL, NEW):
             return int(source.role == NEW)
         tasks = list(dict.fromkeys(other.role for other in self.sources if other.role not in (ORIGINAL, NEW)))
@@ -400,5 +400,5 @@ class TrainConfig(Entry):
 
 
 def originals_of(config: TrainConfig) -> list[SourceSpec]:
-    """The sources of what the base knows, those with a share of 0 too."""
+    """Return the sources with the role `original`, including those with a share of 0."""
     return [source for source in config.sources if source.role == ORIGINAL]

@@ -1,4 +1,4 @@
-"""The numbers of a training run: what its config says, and the papers' values for what it leaves out."""
+"""The numbers of a training run: values of its config, and the papers' values for keys that the config leaves out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surgeon.operations.operation import Schedule, TrainingDefaults
 from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.config.schema import TrainConfig, originals_of
 
-# Of what no operation made: all weights, some layers, a LoRA.
+# Defaults for tensors that no operation made: all weights, some layers, a LoRA.
 FINETUNING = TrainingDefaults(
     "Neutral Residues, section 4.1 and Table 8, its finetuning and LoRA: 5e-5, betas 0.9 and 0.95, 64 sequences of"
     " 4096, p = 0.1",
@@ -25,13 +25,13 @@ FINETUNING = TrainingDefaults(
     original_share=0.1,
 )
 
-# Sequences at a time where the config does not say.
+# The most sequences at a time in one process where the config does not give `micro_batch`.
 _MICRO_BATCH = 8
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that numbers depend on. `batch` = `micro_batch` · `accumulation` · `processes`."""
+    """The numbers of a training run. `batch` = `micro_batch` · `accumulation` · the number of processes."""
 
     steps: int
     seed: int
@@ -48,7 +48,7 @@ class Settings:
     clip: float
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data."""
         return plain_fields(self)
 
 
@@ -57,8 +57,8 @@ def settle(
 ) -> tuple[Settings, list[str]]:
     """Return the settings for a model whose config names `context` positions (None: no limit), and notes about them.
 
-    `operations` are those whose tensors train; none where the base's own do, or a LoRA. `steps` are those of the
-    config's `epochs` or `bytes`; None: not counted yet.
+    `operations` are the operations whose tensors train; empty where the base's own tensors train, or a LoRA. `steps` is
+    the count from the config's `epochs` or `bytes`; None: not counted yet.
 
     Raises BadInput where the config's numbers do not fit each other, the model or the processes.
     """
@@ -99,7 +99,7 @@ def settle(
 
 
 def _length(loaded: LoadedConfig, paper: TrainingDefaults, context: object, wrong: list[str]) -> int:
-    """Return the tokens of a sequence; adds to `wrong` where the model's context is shorter."""
+    """Return the tokens of a sequence; add a line to `wrong` where the model's context is shorter."""
     most = context if isinstance(context, int) else sys.maxsize
     length = loaded.config.length or min(paper.length, most)
     if length > most:
@@ -108,7 +108,7 @@ def _length(loaded: LoadedConfig, paper: TrainingDefaults, context: object, wron
 
 
 def _batches(loaded: LoadedConfig, paper: TrainingDefaults, processes: int, wrong: list[str]) -> tuple[int, int, int]:
-    """Return the sequences of a step, those of a process at a time, and how often; adds to `wrong` misfits."""
+    """Return the batch of a step, a process's micro-batch, and the accumulation; add misfits to `wrong`."""
     config = loaded.config
     batch = config.batch or paper.batch
     share = max(1, batch // processes)
@@ -127,7 +127,7 @@ def _batches(loaded: LoadedConfig, paper: TrainingDefaults, processes: int, wron
 
 
 def _rates(loaded: LoadedConfig, paper: TrainingDefaults, wrong: list[str]) -> tuple[float, float]:
-    """Return the peak learning rate and the last one; adds to `wrong` where the last one is higher."""
+    """Return the peak learning rate and the last one; add a line to `wrong` where the last one is higher."""
     given = loaded.config.optimizer
     lr = paper.lr if given.lr is None else given.lr
     min_lr = min(paper.min_lr, lr) if given.min_lr is None else given.min_lr
@@ -140,7 +140,7 @@ def _rates(loaded: LoadedConfig, paper: TrainingDefaults, wrong: list[str]) -> t
 
 
 def _warmup_steps(loaded: LoadedConfig, paper: TrainingDefaults, steps: int, wrong: list[str]) -> int:
-    """Return the steps of the warm-up; adds to `wrong` where the config gives more of them than the run has."""
+    """Return the steps of the warm-up; add a line to `wrong` where the config gives more than the run has."""
     given = loaded.config.optimizer.warmup
     warmup = paper.warmup if given is None else given
     warmup_steps = round(warmup * steps) if warmup < 1 else int(warmup)
@@ -153,9 +153,9 @@ def _warmup_steps(loaded: LoadedConfig, paper: TrainingDefaults, steps: int, wro
 
 
 def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
-    """Return the defaults of the last operation whose tensors train, of finetuning where none is given.
+    """Return the defaults of the last operation whose tensors train, or of finetuning without operations.
 
-    An operation that is unknown here has transformers'.
+    For an operation that is unknown to this version, transformers' defaults are returned.
     """
     if not operations:
         return FINETUNING
@@ -168,7 +168,7 @@ def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
 def _about_original(config: TrainConfig, paper: TrainingDefaults, operation: str) -> list[str]:
     originals = originals_of(config)
     share = sum(source.share for source in originals)
-    # Of several tasks the earlier ones are what is replayed.
+    # With several tasks, the earlier tasks take the place of original text.
     tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}
     if paper.original_share and not share and len(tasks) < 2:
         lack = "the share of original text is 0" if originals else "no source has the role `original`"

@@ -1,1 +1,1 @@
-"""What a step's loss is made of: the text's own, the teacher's, and each micro-batch's share of them."""
+"""The terms of a step's loss: the cross-entropy of the text, and terms that keep the model near its base."""

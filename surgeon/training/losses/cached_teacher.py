@@ -1,8 +1,9 @@
-"""What the base says of the text on which it teaches, read before the first step and kept beside the checkpoints.
+"""The base's predictions on the text on which it teaches, recorded before the first step next to the checkpoints.
 
-A run draws its sequences in one order, whatever its micro-batches and processes are, so all of them are known before:
-they are drawn twice, first for the base, which is then the model itself, and need be in memory no more. The first
-process writes; killed, the same command goes on after the last sequences that are safe on the disk.
+A run draws its sequences in one order, whatever its micro-batches and processes are, so all of them are known in
+advance. They are drawn twice: first for the base, which before the first step is the model itself, so no second model
+is in memory later. The first process writes. After a kill the same command continues after the last sequences that
+are safe on the disk.
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ from surgeon.training.losses.preserving import Preserving
 from surgeon.training.losses.top_k import TopK
 from surgeon.training.processes.sharding import let_go
 
-# In a work folder: what the base said of every token, one record after the other; of every sequence that the run
-# draws how many these are, and two checksums; and up to where both are written, and where the data stands there.
+# Files of a work folder: the base's predictions, one record per token that counts; for every sequence that the run
+# draws the number of its records and two checksums; and how far both files are written, with the data's state there.
 SAID_FILE, INDEX_FILE, STATE_FILE = "teacher.bin", "teacher.index", "teacher.json"
 
 _ENTRY = np.dtype([("tokens", "<u4"), ("ids", "<u4"), ("said", "<u4")])
-# Between two moments from which a killed run goes on.
+# Seconds between two saved states from which a killed run continues.
 _SAVE_SECONDS = 30.0
 
 
 @dataclass
 class CachedTeacher:
-    """The base's `k` likeliest next tokens at the tokens that count, of a run's `sequences` sequences of `length`.
+    """The base's `k` likeliest next tokens at every token that counts, in a run of `sequences` sequences.
 
-    `on` names the sequences on which it teaches, as in configs: original, or all. The files are in `work`.
+    A sequence has `length` tokens. `on` names the sequences on which the base teaches, as in configs: original, or
+    all. The files are in `work`.
     """
 
     work: Path
@@ -65,12 +67,15 @@ class CachedTeacher:
         self._ends = np.zeros(1, np.int64)
 
     def taught(self, sequence: PackedSequence) -> bool:
-        """Whether the base teaches on a sequence."""
+        """Return whether the base teaches on a sequence."""
         return self.on == "all" or sequence.domain == 0
 
     @property
     def most_sequences(self) -> int:
-        """The sequences on which the base teaches, at most: a mixture gives a source less than two over its share."""
+        """The largest number of sequences on which the base may teach.
+
+        A mixture draws from a source less than two sequences more than its share.
+        """
         if self.on == "all":
             return self.sequences
         known = [
@@ -82,14 +87,14 @@ class CachedTeacher:
 
     @property
     def most_bytes(self) -> int:
-        """Return the bytes of the files, at most: not every token counts."""
+        """The largest size of the files in bytes, which they have where every token counts."""
         # The last token of a sequence has no next one.
         tokens = self.most_sequences * (self.length - 1)
         return tokens * self._record.itemsize + self.sequences * _ENTRY.itemsize
 
     @property
     def summary(self) -> str:
-        """Say in words what is kept and how much."""
+        """A sentence that says what is kept, and its size."""
         tokens = self.most_sequences * (self.length - 1)
         return (
             f"the base's {self.k} likeliest tokens at each of at most {tokens:,} tokens of text: at most"
@@ -97,7 +102,7 @@ class CachedTeacher:
         )
 
     def needed_bytes(self) -> int:
-        """Return the bytes of the files: as they are where they are complete, else at most."""
+        """Return the size of the files in bytes where they are complete, else their largest size."""
         if not self._state().get("done"):
             return self.most_bytes
         return sum((self.work / name).lstat().st_size for name in (SAID_FILE, INDEX_FILE))
@@ -111,13 +116,13 @@ class CachedTeacher:
         ranks: Ranks,
         listener: Listener,
     ) -> None:
-        """Record the base's predictions, unless they are there; the mixture stays where it is.
+        """Record the base's predictions unless the files are complete; afterwards the mixture is in the same state.
 
-        All processes call, before anything trains.
+        All processes call this, before anything trains.
 
         Args:
-            preserving: the term, whose model has the base within.
-            micro_batch: sequences that run together.
+            preserving: the term, whose model contains the base.
+            micro_batch: sequences that run together in one process.
             device: where the model runs.
             ranks: this process and the others.
             listener: receives progress.
@@ -142,9 +147,9 @@ class CachedTeacher:
                 with contextlib.ExitStack() as files:
                     writer = _Writer(self, state, files) if ranks.leads else None
                     for count, places, sequences in self._groups(int(state["sequences"]), micro_batch * ranks.size):
-                        # Groups of sequences are the same wherever one goes on.
+                        # Groups are the same in a resumed run.
                         own = sequences[ranks.rank * micro_batch : (ranks.rank + 1) * micro_batch]
-                        # Sharded weights are gathered by all processes or none.
+                        # All processes must take part in gathering sharded weights, so one without sequences runs one.
                         runs = own or (sequences[:1] if is_sharded(preserving.model) else [])
                         said = self._recorded(preserving, runs, device) if runs else []
                         found = _gathered(said if own else [], ranks)
@@ -160,10 +165,10 @@ class CachedTeacher:
         preserving.said = self.said
 
     def said(self, numbers: Tensor, ids: Tensor, counts: Tensor) -> TopK:
-        """Return the base's predictions for the sequences `numbers` (B), at the tokens that count.
+        """Return the base's predictions at the tokens that count of the sequences `numbers` (B).
 
-        `ids` are their tokens (B T), `counts` says which count (B T). Raises BadInput where the disk gives something
-        else than was written.
+        `ids` are the sequences' tokens (B T); `counts` marks the tokens that count (B T, bool). Raises SurgeonError
+        where a sequence is not the recorded one, and BadInput where the file is not as it was written.
         """
         parts = []
         with (self.work / SAID_FILE).open("rb") as file:
@@ -187,9 +192,10 @@ class CachedTeacher:
         return TopK(*found).to(ids.device)
 
     def _state(self, *, own: bool = False) -> dict[str, Any]:
-        """Up to where the files are written; empty where they are not, or with `own`, not by this user in this place.
+        """Return the saved state of the files; empty where there is none, or the files do not match it.
 
-        The first process asks that, once for all: others may lie on machines where this user has another key.
+        With `own` it is also empty where another user wrote it, or in another place. Only the first process checks
+        this: other processes may run on machines where this user has another key.
         """
         try:
             found = read_signed(self.work / STATE_FILE)
@@ -203,7 +209,7 @@ class CachedTeacher:
         return state if state and whole and hashlib.sha256(kept).hexdigest() == state["index"] else {}
 
     def _resumed(self) -> dict[str, Any]:
-        """The state to go on from, the files cut there."""
+        """Return the state from which to continue, after cutting the files to it."""
         state = self._state(own=True)
         if not state:
             state = {"done": False, "sequences": 0, "tokens": 0, "mixture": None}
@@ -216,7 +222,11 @@ class CachedTeacher:
         return state
 
     def _groups(self, done: int, size: int) -> Iterator[tuple[int, list[int], list[PackedSequence]]]:
-        """How many sequences are drawn, the places of those among them on which the base teaches, and these: `size`."""
+        """Draw the sequences after the first `done`, and yield them in groups with `size` sequences that are taught.
+
+        The base teaches on some sequences only. A group has the number of sequences drawn, the places of the taught
+        ones among these, and the taught sequences.
+        """
         count, places, kept = 0, list[int](), list[PackedSequence]()
         for _ in range(done, self.sequences):
             sequence = self.mixture.next()
@@ -233,7 +243,7 @@ class CachedTeacher:
     def _recorded(
         self, preserving: Preserving, sequences: Sequence[PackedSequence], device: torch.device
     ) -> list[NDArray[Any]]:
-        """The records of each sequence's tokens that count."""
+        """Return for each sequence the records of its tokens that count."""
         batch = {name: tensor.to(device) for name, tensor in batch_of(sequences).items()}
         found = preserving.top(batch, self.k)
         records = np.empty(len(found), self._record)
@@ -243,7 +253,7 @@ class CachedTeacher:
         return np.split(records, tokens)
 
     def _open(self) -> None:
-        """Read the index of files that are complete."""
+        """Read the index of the files. Raises BadInput where they are not complete."""
         state = self._state()
         if not state.get("done"):
             raise BadInput(
@@ -255,7 +265,10 @@ class CachedTeacher:
 
 
 class _Writer:
-    """Appends to the `files` of a teacher, from `state` on, and says from time to time how far they are safe."""
+    """A writer that appends to a teacher's files from `state` on, and saves from time to time how far they are safe.
+
+    `files` closes them.
+    """
 
     def __init__(self, teacher: CachedTeacher, state: Mapping[str, Any], files: contextlib.ExitStack) -> None:
         self.teacher = teacher
@@ -269,12 +282,12 @@ class _Writer:
     def add(
         self, count: int, places: Sequence[int], sequences: Sequence[PackedSequence], found: Sequence[NDArray[Any]]
     ) -> None:
-        """Add `count` sequences.
+        """Append one group of sequences.
 
         Args:
-            count: how many sequences.
-            places: which of them have records.
-            sequences: those sequences.
+            count: how many sequences the group has.
+            places: the places in the group of the sequences on which the base teaches.
+            sequences: these sequences.
             found: their records.
         """
         entries = np.zeros(count, _ENTRY)
@@ -306,7 +319,7 @@ class _Writer:
 
 
 def _gathered(own: list[NDArray[Any]], ranks: Ranks) -> list[NDArray[Any]]:
-    """The records of all processes, in their order, on the first one."""
+    """Return the records of all processes, in the order of their ranks; empty on every process but the first."""
     if ranks.size == 1:
         return own
     every: list[Any] | None = [None] * ranks.size if ranks.leads else None
@@ -315,5 +328,5 @@ def _gathered(own: list[NDArray[Any]], ranks: Ranks) -> list[NDArray[Any]]:
 
 
 def _sum_of(ids: Tensor) -> int:
-    """A checksum of a sequence's tokens."""
+    """Return a checksum of a sequence's tokens."""
     return zlib.crc32(ids.to(torch.int64).numpy().astype("<i8").tobytes())

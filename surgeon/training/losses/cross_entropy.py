@@ -1,8 +1,8 @@
-"""The loss of a language model without its logits: a large vocabulary's need not be in memory all at once.
+"""The loss of a language model without all of its logits in memory, which a large vocabulary makes large.
 
-The head and the loss are taken together, some tokens at a time, as in liger-kernel: a chunk's logits give its loss and,
-at once, its part of the gradient, and are gone. A model keeps its own forward, so that auxiliary losses stay in it: for
-the time of a training step its head hands on what it is given, and its loss is ours.
+The head and the loss are computed together, some tokens at a time, as in liger-kernel. The logits of a chunk give its
+loss and at once its part of the gradient, and are then freed. A model keeps its own forward, which includes auxiliary
+losses: during a training step only its head is replaced by the identity, and its loss function by the one here.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from surgeon.errors import BadInput, SurgeonError
 
 CrossEntropy = Literal["torch", "chunked", "liger"]
 
-# float32 logits of one chunk: enough rows to keep a GPU at work, of 128k tokens still 256.
+# Bytes of one chunk's float32 logits: enough rows to keep a GPU busy, still 256 rows at a vocabulary of 128k tokens.
 CHUNK_BYTES = 2**27
 
-# `auto`: with smaller ones there is nothing to be had.
+# `auto`: where all logits are at most this large, chunks would save nothing that matters.
 _WHOLE_BYTES = 2**28
 
 _FLOAT32 = 4
 
-# Soft caps in bfloat16, as some models have them, come this near to ours in float32.
+# Largest relative difference from the model's own loss: some models compute soft caps in bfloat16, not in float32.
 _TOLERANCE = 1e-2
 
 _PROBED = 64
 
 
-# Of the rows from a number on and their logits, float32: a loss's sum over them, and what computes its gradient, which
-# may take the logits' memory.
+# A loss of some rows, from the number of the first row and the rows' float32 logits: its sum over the rows, and a
+# function that returns its gradient with respect to the logits, and may overwrite them.
 RowsLoss = Callable[[int, Tensor], tuple[Tensor, Callable[[], Tensor]]]
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The sum of a loss of the logits cap(h Wᵀ), over rows h (N D) and head W (V D); a float32 number.
+    """The sum over rows of a loss of the logits cap(h Wᵀ), with rows h (N D) and head W (V D); a float32 number.
 
-    cap(x) is c · tanh(x / c), or x without a c. Logits are products in the dtype of h, as of the head itself; from
-    there on everything is float32. ∂/∂logits is known with the loss, so no logits are kept. h and W alone get
-    a gradient.
+    cap(x) is c · tanh(x / c), or x without a cap. Logits are computed in the dtype of h, as the head does; all that
+    follows is float32. ∂/∂logits is computed together with the loss, so no logits are kept. Only h and W get a
+    gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, loss: RowsLoss, cap: float | None, rows: int) -> Tensor:
-        """Compute losses and gradients, `rows` tokens at a time."""
+        """Compute the loss and the gradients, `rows` rows at a time."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # A sum over chunks, which bfloat16 would round at each.
+        # In float32, because bfloat16 would round this sum at each chunk.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for begin in range(0, len(hidden), rows):
             part = hidden[begin : begin + rows]
@@ -77,7 +77,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        """The gradients, times what comes from above."""
+        """Return the gradients of h and W, times the upstream gradient."""
         of_hidden, of_weight = ctx.saved_tensors
         scale = upstream[0]
         return (
@@ -90,12 +90,12 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def next_labels(labels: Tensor) -> Tensor:
-    """At each place the label of the next one, B T."""
+    """Return at each place the label of the next place, B T; the last place has IGNORED_LABEL."""
     return F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
 
 
 def capped_logits(hidden: Tensor, weight: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
-    """cap(h Wᵀ), float32, and the cap's slope there."""
+    """Return cap(h Wᵀ) in float32, and the slope of cap there (None without a cap)."""
     logits = (hidden @ weight.T).float()
     if cap is None:
         return logits, None
@@ -110,9 +110,9 @@ def chunked_cross_entropy(
     """Sum the cross-entropy in nats, float32, without all logits in memory.
 
     Args:
-        hidden: N D, what the head is given.
+        hidden: N D, the head's input.
         weight: V D, the head.
-        labels: N, int64; rows of −100 count for nothing and are not computed.
+        labels: N, int64; rows with the label −100 do not count and are not computed.
         cap: a final logit soft cap.
         rows: rows of logits in memory at most (default: 128 MiB of them in float32).
     """
@@ -121,7 +121,7 @@ def chunked_cross_entropy(
     wanted = labels[counted]
 
     def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """−log softmax at the labels; its gradient is softmax − one-hot."""
+        """Return the sum of −log softmax at the labels, and a function that returns its gradient, softmax − one-hot."""
         at = wanted[begin : begin + rows, None]
         normaliser = logits.logsumexp(-1, keepdim=True)
         found = (normaliser - logits.gather(1, at)).sum()
@@ -137,7 +137,7 @@ def chunked_cross_entropy(
 
 
 def whole_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
-    """Sum it with all logits at once, by torch; arguments as `chunked_cross_entropy` has them."""
+    """Sum the cross-entropy with all logits at once, by torch; arguments are those of `chunked_cross_entropy`."""
     logits = (hidden @ weight.T).float()
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
@@ -145,7 +145,7 @@ def whole_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: 
 
 
 def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
-    """Sum it by liger-kernel's fused kernel; arguments as `chunked_cross_entropy` has them."""
+    """Sum the cross-entropy by liger-kernel's fused kernel; arguments are those of `chunked_cross_entropy`."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     total: Tensor = liger_fused_linear_cross_entropy(
@@ -155,7 +155,10 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: 
 
 
 def choose(setting: str, *, tokens: int, vocabulary: int, device: str) -> CrossEntropy:
-    """Return what the config's `cross_entropy` is for a micro-batch of `tokens` tokens. Raises BadInput without it."""
+    """Return the implementation that the config's `cross_entropy` selects for a micro-batch of `tokens` tokens.
+
+    Raises BadInput for liger without CUDA or without its package.
+    """
     match setting:
         case "auto":
             return "chunked" if _FLOAT32 * tokens * vocabulary > _WHOLE_BYTES else "torch"
@@ -178,15 +181,15 @@ _SUMS: dict[CrossEntropy, Callable[..., Tensor]] = {
 
 
 class FusedHead:
-    """A causal language model's head and loss as one, inside `armed()`.
+    """The head and the loss of a causal language model, computed together inside `armed()`.
 
-    `beside`, where it is set, gets the head's input (B T D) and gives what is added to the loss.
+    `beside`, where set, receives the head's input (B T D) and returns a term that is added to the loss.
     """
 
     beside: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, model: Any, kind: CrossEntropy) -> None:
-        """`model` is a transformers causal language model with a linear head. Raises BadInput for another head."""
+        """Take a transformers causal language model. Raises BadInput where its head is not linear without bias."""
         self.model = model
         self.head = model.get_output_embeddings()
         self.cap: float | None = getattr(model.config, "final_logit_softcapping", None)
@@ -198,7 +201,7 @@ class FusedHead:
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Inside, a forward with labels has this loss, and hidden states in the place of logits."""
+        """Make a forward with labels return this loss, and the head's input in place of logits, within the context."""
         config, plain = self.model.config, self.model.loss_function
         self.head.forward = lambda hidden: hidden
         self.model.loss_function = self._loss
@@ -213,9 +216,10 @@ class FusedHead:
                 config.final_logit_softcapping = self.cap
 
     def nats(self, labels: Tensor, **given: Tensor) -> Tensor:
-        """Σ −log p of the labels of a forward on `given`, without other losses; `labels` are each place's next ones.
+        """Return Σ −log p of `labels` in a forward on `given`, without the model's other losses.
 
-        It is computed inside the model's forward: sharded weights are whole only there.
+        `labels` has the label of the next token at each place. The sum is computed inside the model's forward, because
+        sharded weights are gathered only there.
         """
         with self.armed():
             self.head.forward = lambda hidden: self.sum(
@@ -244,7 +248,7 @@ class FusedHead:
 
     @torch.no_grad()
     def check(self, ids: Tensor) -> None:
-        """Compare the loss on `ids` (1 T) with the model's own. Raises SurgeonError where they differ."""
+        """Compare this loss on `ids` (1 T) with the model's own. Raises SurgeonError where they differ."""
         training = self.model.training
         self.model.eval()
         ids = ids[:, :_PROBED].to(self.head.weight.device)

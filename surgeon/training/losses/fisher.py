@@ -1,10 +1,11 @@
-"""`preserve: {loss: fisher}`: what trains is pulled back to its values at birth, each number by how much the base's own
-text says it matters (elastic weight consolidation, Kirkpatrick et al., 2017). No teacher runs in a step.
+"""`preserve: {loss: fisher}`: a penalty pulls the numbers that train back to their values at birth, each in proportion
+to its importance for the base's own text (elastic weight consolidation, Kirkpatrick et al., 2017). A step runs no
+teacher.
 
-Of a number θ_i, F_i = Σ_s (∂ log p(s) / ∂θ_i)² / N, over sequences s of N predicted tokens. In text that the model
-itself wrote, the gradients of a sequence's tokens are uncorrelated, so F is the diagonal of the Fisher information of a
-token, and the term ½ Σ_i F_i (θ_i − θ_i at birth)² is in nats a token: KL(base ‖ model) to second order, so far as
-numbers act independently.
+The importance of a number θ_i is F_i = Σ_s (∂ log p(s) / ∂θ_i)² / N, over sequences s with N predicted tokens in all.
+In text that the model itself wrote, the gradients of a sequence's tokens are uncorrelated, so F is the diagonal of the
+Fisher information per token. The penalty ½ Σ_i F_i (θ_i − θ_i at birth)² is then in nats a token: it is
+KL(base ‖ model) to second order, as far as numbers act independently.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from surgeon.training.processes.sharding import dealt_out, gathered
 from surgeon.training.run import Run
 from surgeon.training.saved.checkpoints import RunRecord
 
-# In a work folder; it counts by its digest, which the record has under the key.
+# A file of the work folder; it is used again only while its digest is the one that the run's record has under the key.
 FISHER_FILE, _KEY = "fisher.safetensors", "fisher"
 
 
 class Anchored:
-    """Parameters that train, each with its value at birth and its Fisher information; `weight` is the term's."""
+    """The parameters that train, each with its value at birth and its Fisher information.
+
+    `weight` is the factor of the penalty in the loss.
+    """
 
     def __init__(self, model: nn.Module, fisher: Mapping[str, Tensor], weight: float) -> None:
         self.weight = weight
@@ -40,14 +44,14 @@ class Anchored:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
-        # The term of every step since it was last taken.
+        # The unweighted penalty of every step since the last call of `take`.
         self.found: list[Tensor] = []
 
     @torch.no_grad()
     def pull(self) -> Tensor:
-        """Add the term's gradient to the parameters', which are those of a whole step; return the term with its weight.
+        """Add the penalty's gradient to the parameters' gradients of a whole step; return the weighted penalty.
 
-        All processes call, and add the same.
+        All processes call this, and add the same.
         """
         total: Any = 0.0
         for parameter, birth, fisher in self._held:
@@ -61,24 +65,24 @@ class Anchored:
         return self.weight * term
 
     def take(self) -> float:
-        """The term, unweighted, in the mean over the steps since it was last taken; 0 where none was made."""
+        """Return the unweighted penalty, the mean over the steps since the last call; 0 where there was no step."""
         found, self.found = self.found, []
         return sum(map(float, found)) / max(1, len(found))
 
 
 def fisher_of(model: Any, run: Run, sequences: int, fused: FusedHead | None) -> dict[str, Tensor]:
-    """Estimate the Fisher information of what trains, or take it from the work folder, where an earlier call left it.
+    """Estimate the Fisher information of what trains, or load what an earlier call left in the work folder.
 
-    All processes call, before anything trains; the first one writes. The run's mixture stays where it is.
+    All processes call this, before anything trains; the first one writes. The run's mixture keeps its state.
 
     Args:
-        model: the model, at birth, on its device, or sharded.
-        run: the run, whose original text it is estimated from.
-        sequences: of that text, at most; every source gives as many.
-        fused: the head that computes the loss without all logits; None: the model's own does.
+        model: the model at birth, on its device, or sharded.
+        run: the run, from whose original text the Fisher information is estimated.
+        sequences: about how many sequences of that text are used at most; every source gives equally many.
+        fused: the head that computes the loss without all logits; None: the model's own computes it.
 
     Raises:
-        BadInput: the text gives nothing to estimate from, or gradients that are no finite numbers.
+        BadInput: no token of the text counts, or a gradient is not finite.
     """
     ranks, work = run.ranks, run.work
     kept: dict[str, Tensor] | None = None
@@ -101,7 +105,10 @@ def fisher_of(model: Any, run: Run, sequences: int, fused: FusedHead | None) -> 
 
 
 def original_text(mixture: Mixture[PackedSequence], count: int) -> list[PackedSequence]:
-    """Sequences of the sources of what the base knows, as many of each, none twice; the mixture stays where it is."""
+    """Return about `count` sequences of the original sources, equally many of each and none twice.
+
+    A short source may give fewer. The mixture keeps its state.
+    """
     before = mixture.state()
     streams = [stream for stream in mixture.streams if stream.packer.domain == 0]
     found = [sequence for stream in streams for sequence in one_pass(stream, -(-count // len(streams)))]
@@ -112,7 +119,10 @@ def original_text(mixture: Mixture[PackedSequence], count: int) -> list[PackedSe
 def estimated(
     model: Any, sequences: Sequence[PackedSequence], fused: FusedHead | None, ranks: Ranks
 ) -> dict[str, Tensor]:
-    """Return F of every parameter that trains, float32, by its name; arguments and errors are those of `fisher_of`."""
+    """Return F of every parameter that trains, in float32, by name, estimated from `sequences`.
+
+    The other arguments and the errors are those of `fisher_of`.
+    """
     batches = [batch_of([sequence], domains=False) for sequence in sequences]
     tokens = sum(int((next_labels(batch["labels"]) != IGNORED_LABEL).sum()) for batch in batches)
     if not tokens:
@@ -120,7 +130,7 @@ def estimated(
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in trained.items()}
     sharded, training = is_sharded(model), model.training
-    # Shards of one gradient come of the same sequence in all processes.
+    # With sharded weights all processes compute the gradient of the same sequence, each its shard.
     own = batches if sharded else batches[ranks.rank :: ranks.size]
     model.eval()
     for batch in own:
@@ -144,7 +154,7 @@ def estimated(
 
 
 def _nats(model: Any, fused: FusedHead | None, batch: Mapping[str, Tensor]) -> Tensor:
-    """Σ −log p of a batch's tokens that count, without the losses that layers of the model add in training."""
+    """Return Σ −log p over a batch's tokens that count, without the losses that the model's layers add in training."""
     labels = next_labels(batch["labels"]).flatten()
     given = {name: batch[name] for name in ("input_ids", "position_ids")}
     if fused is not None:
@@ -154,7 +164,7 @@ def _nats(model: Any, fused: FusedHead | None, batch: Mapping[str, Tensor]) -> T
 
 
 def _given_out(kept: Mapping[str, Tensor] | None, name: str, parameter: nn.Parameter) -> Tensor:
-    """The first process's tensor, or this process's share of it."""
+    """Return on every process the first process's tensor `kept[name]`, or this process's shard of it."""
     whole = torch.empty(parameter.shape) if kept is None else kept[name]
     whole = whole.to(parameter.device)
     if not isinstance(parameter, DTensor) and torch.distributed.is_available() and torch.distributed.is_initialized():

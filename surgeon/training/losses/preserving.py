@@ -1,11 +1,11 @@
-"""`preserve`: the base inside the model teaches what it says to text of its own domain (Li and Hoiem, 2016; the KL to
-a frozen reference of RLHF).
+"""`preserve`: the base inside the model teaches its predictions on text of its own domain (Li and Hoiem, 2016; the KL
+to a frozen reference in RLHF).
 
 Shapes: N tokens that count, D hidden size, V vocabulary, B batch, T tokens.
 
-The base runs without gradient and only on sequences that hold tokens that count; what it and the model say is compared
-where the model's own loss is computed, some tokens at a time. Or it ran before the first step, and what it said is
-looked up (`cached_teacher`).
+The base runs without gradient, and only on sequences with tokens that count. Its predictions are compared with the
+model's where the model's own loss is computed, some tokens at a time. Or the base ran before the first step, and its
+recorded predictions are looked up (`cached_teacher`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surgeon.training.config.schema import PreserveSpec
 from surgeon.training.losses.cross_entropy import CHUNK_BYTES, ChunkedLoss, FusedHead, capped_logits, next_labels
 from surgeon.training.losses.top_k import TopK
 
-# float32 logits of the model and of the base.
+# Bytes of one float32 logit of the model and one of the base.
 _BYTES_A_LOGIT = 8
 
 
@@ -41,33 +41,36 @@ def chunked_divergence(
     rows: int | None = None,
     teacher: Tensor | None = None,
 ) -> Tensor:
-    """Sum τ² KL(base ‖ model) in nats, float32, with `reverse` τ² KL(model ‖ base), without all logits in memory.
+    """Sum τ² KL(p ‖ q), or with `reverse` τ² KL(q ‖ p), in nats, float32, without all logits in memory.
 
-    p is what the base says, q = softmax(cap(h Wᵀ) / τ) what the model says.
+    p is the base's distribution, q = softmax(cap(h Wᵀ) / τ) the model's.
 
     Args:
-        hidden: N D, what the model gives its head.
+        hidden: N D, the input of the model's head.
         weight: V D, the head.
-        taught: N D, what the base gives its head; or what was kept of its distributions at this temperature, beside
-            which the divergence is that of the coarsened ones (`TopK`).
+        taught: N D, the input of the base's head; or the `TopK` that was kept of the base's distributions at this
+            temperature, for which the divergence of the coarsened distributions is summed.
         cap: a final logit soft cap.
         temperature: τ.
         reverse: whether the model's distribution comes first.
-        old: rows of the head that are the base's; None: all.
+        old: how many rows of the head the base has; None: all.
         rows: rows of logits in memory at most (default: 128 MiB of them).
-        teacher: the base's own head; None: the same.
+        teacher: the base's own head; None: `weight`.
     """
     rows = rows or _rows_at_once(weight)
     old = old or len(weight)
     head = weight if teacher is None else teacher
 
     def says(begin: int, log_q: Tensor) -> Tensor:
-        """log p of rows from `begin` on for the first `old` tokens; p is 0 for the others."""
+        """Return log p of the rows from `begin` on, for the first `old` tokens; p is 0 for the others."""
         part = taught[begin : begin + rows]
         return part.dealt_out(log_q) if isinstance(part, TopK) else _log_softmax(part, head[:old], cap, temperature)
 
     def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """The gradient is τ (q − p), of the reverse τ q (log q − log p − KL)."""
+        """Return a chunk's divergence, summed over its rows, and a function that computes its gradient.
+
+        The gradient is τ (q − p), or for the reverse τ q (log q − log p − KL).
+        """
         log_q = torch.log_softmax(logits.div_(temperature), dim=-1)
         log_p = says(begin, log_q[:, :old])
         if reverse:
@@ -90,31 +93,35 @@ def chunked_divergence(
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, cap: float | None, temperature: float) -> Tensor:
-    """log softmax(cap(h Wᵀ) / τ), float32."""
+    """Return log softmax(cap(h Wᵀ) / τ), float32."""
     return torch.log_softmax(capped_logits(hidden, weight, cap)[0].div_(temperature), dim=-1)
 
 
 def _rows_at_once(weight: Tensor) -> int:
-    """Tokens whose logits under the head, of two models in float32, take 128 MiB."""
+    """Return for how many tokens the float32 logits of two models under the head take 128 MiB."""
     return max(1, CHUNK_BYTES // (_BYTES_A_LOGIT * len(weight)))
 
 
 def squared_distance(hidden: Tensor, taught: Tensor) -> Tensor:
-    """Σ over tokens of the mean over D of the squared difference, float32; both are N D."""
+    """Return the squared difference, the mean over D and the sum over tokens, float32; both are N D."""
     return (hidden.float() - taught.float()).square().mean(dim=-1).sum()
 
 
 class Preserving:
-    """The base inside a model, teaching it by `spec`, through the head that computes the model's loss.
+    """The term of the loss, configured by `spec`, by which the base inside a model teaches the model.
 
-    Where the base's own tensors train it is inside `copy`, a frozen second model; or `said` has what it said before
-    they did: given the numbers of sequences, their tokens (B T) and which of them count (B T), what is kept of these.
+    It is added through `head`, which computes the model's loss. Where the base's own tensors train, the base is inside
+    `copy`, a frozen second model; or its predictions were recorded before, and `said` looks them up: from the numbers
+    of sequences, their tokens (B T) and which tokens count (B T), it returns the predictions at the tokens that count.
     """
 
     def __init__(
         self, model: Any, spec: PreserveSpec, within: Within, head: FusedHead, *, copy: FusedHead | None = None
     ) -> None:
-        """Find the base, and where the model must still compute it, compare. Raises BadInput, SurgeonError."""
+        """Find the base in the model; where the model must still compute the same as the base, check that it does.
+
+        Raises BadInput, SurgeonError.
+        """
         self.model = model
         self.teacher = head if copy is None else copy
         self.spec = spec
@@ -128,13 +135,14 @@ class Preserving:
             count = within.rows or model.get_input_embeddings().weight.shape[0]
             ids = torch.randint(count, (1, 16), generator=torch.Generator().manual_seed(0))
             self.base.check(ids.to(self.teacher.model.device), within.rows)
-        # What was found since it was last taken: the mean of every step, summed, and the number of steps.
+        # This process's part of the unweighted mean of every step, summed over the steps since the last call of `take`.
         self.found = torch.zeros(())
 
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Which tokens count, B T, bool: at whose places the next one is a label, of sequences of the base's domain.
+        """Return which tokens count, B T, bool: those whose next token has a label, where the base is to teach.
 
-        None counts from the first token on that the base does not know.
+        With `on: original` the base teaches only on sequences of its own domain, else on all. In a sequence, no token
+        counts from the first one on that is not in the base's vocabulary.
         """
         counts = next_labels(batch["labels"]) != IGNORED_LABEL
         if self.spec.on == "original":
@@ -145,14 +153,14 @@ class Preserving:
 
     @contextlib.contextmanager
     def teaching(self, batch: Mapping[str, Tensor], total: int, *, anywhere: bool) -> Iterator[None]:
-        """Inside, the loss of a forward on `batch` in the armed head holds this batch's share of the term.
+        """Add this batch's share of the term to the loss of a forward on `batch` within the context, in an armed head.
 
-        `total` is the number of tokens that count in the accumulated batch, over all processes.
-        `anywhere`: one counts in some process's batch; sharded weights are gathered by all processes or none.
+        `total` is the number of tokens that count in the accumulated batch, over all processes. `anywhere`: in some
+        process a token of the batch counts; all processes must take part in gathering sharded weights, or none.
         """
         counts = self.counted(batch)
         rows = counts.any(dim=1).nonzero()[:, 0]
-        # The model itself is no teacher once its base trains.
+        # With a cached teacher the predictions must be recorded by now, as the base in the model may change.
         assert self.said is not None or self.spec.cached is None
         runs = self.said is None and anywhere and is_sharded(self.model)
         if total == 0 or (len(rows) == 0 and not runs):
@@ -183,9 +191,9 @@ class Preserving:
 
     @torch.no_grad()
     def top(self, batch: Mapping[str, Tensor], k: int) -> TopK:
-        """The base's `k` likeliest next tokens at the tokens of `batch` that count, at the term's temperature.
+        """Return the base's `k` likeliest next tokens at the tokens of `batch` that count, at the term's temperature.
 
-        Sharded weights are gathered for it, and stay so; all processes call.
+        Sharded weights are gathered for it, and stay gathered; all processes call this.
         """
         counts = self.counted(batch)
         hidden = self._states(batch, slice(None))[counts]
@@ -197,7 +205,7 @@ class Preserving:
         return TopK.joined([TopK.of(log_p, k) for log_p in logs])
 
     def _states(self, batch: Mapping[str, Tensor], rows: Tensor | slice) -> Tensor:
-        """Return the states that the base gives its head for some sequences of a batch, B T D."""
+        """Return the inputs of the base's head for some sequences of a batch, B T D."""
         with self.teacher.armed():
             return self.base.logits(**{name: batch[name][rows] for name in ("input_ids", "position_ids")})
 
@@ -217,6 +225,6 @@ class Preserving:
         )
 
     def take(self) -> Tensor:
-        """This process's part of the term, unweighted, summed over the steps since it was last taken."""
+        """Return this process's part of the unweighted term, summed over the steps since the last call."""
         found, self.found = self.found, torch.zeros_like(self.found)
         return found

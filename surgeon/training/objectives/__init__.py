@@ -1,4 +1,4 @@
-"""What a run learns of its texts: one file each, chosen by the kind of the config's sources."""
+"""Objectives, which decide what a run learns from its texts: one file each, chosen by the kind of the sources."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from surgeon.training.run import Objective
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    """Return the objective that a config's sources name."""
+    """Return the objective for the kind of a config's sources."""
     return Labels() if config.classifies else NextTokens()

@@ -1,6 +1,6 @@
-"""Texts with labels: an encoder's classification head learns to name the label of a text, one text a sequence.
+"""Texts with labels: an encoder's classification head learns to predict the label of a text; a sequence is one text.
 
-The head trains beside every target. An encoder without one gets it first (`new_head`).
+The head trains in addition to every target. An encoder without a head gets one before the run (`new_head`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class Labels(Objective):
-    """The mean cross-entropy of the labels of examples."""
+    """The objective of texts with labels: the mean cross-entropy of the labels."""
 
     packs = False
     auto = CLASSIFIER
 
     def check(self, case: Case) -> None:
-        """Raise BadInput for a decoder, and for a head whose labels are not those of the config."""
+        """Raise BadInput for a decoder, and for a head with fewer than two labels or other labels than the config's."""
         out, loaded, family = case.out, case.loaded, case.anatomy.family
         shown = printable(str(out.path))
         if not family.encoder:
@@ -89,7 +89,7 @@ class Labels(Objective):
     def ready(
         self, prepared: Prepared, folder: Path | None, *, trust_remote_code: bool, listener: Listener
     ) -> contextlib.AbstractContextManager[Prepared]:
-        """Give an encoder without a classification head one for the config's labels."""
+        """Return a context in which an encoder without a classification head has one for the config's labels."""
         if is_classifier(prepared.out.config):
             return contextlib.nullcontext(prepared)
 
@@ -100,7 +100,7 @@ class Labels(Objective):
     def stream(
         self, source: SourceSpec, documents: Corpus, numbers: NDArray[np.int64], prepared: Prepared, encoder: Encoder
     ) -> ExampleStream:
-        """Return the examples of a source."""
+        """Return the stream of a source's examples to train on."""
         from surgeon.data.examples import ExampleEncoder, ExampleStream
 
         length, vocabulary = prepared.settings.length, prepared.anatomy.sizes.vocabulary
@@ -116,13 +116,13 @@ class Labels(Objective):
     def held_out(
         self, stream: ExampleStream, documents: Corpus, numbers: Sequence[int], most: int, length: int
     ) -> list[Example]:
-        """Return examples, of the stream's length."""
+        """Return at most `most` held-out examples; their length is the stream's."""
         from surgeon.data.examples import example_at
 
         return [example_at(documents, number, stream.encoder, stream.name) for number in numbers[:most]]
 
     def check_data(self, data: TrainingData, where: str) -> None:
-        """Say which labels no text has. Raises BadInput where all have one."""
+        """Note which labels no text has. Raises BadInput where all texts have the same label."""
         streams: list[ExampleStream] = data.mixture.streams
         seen = {number for stream in streams for number in stream.labels}
         names = streams[0].encoder.labels
@@ -135,7 +135,7 @@ class Labels(Objective):
             data.notes.append(f"no text has the label {', '.join(printable(name, 40) for name in unused[:20])}")
 
     def look(self, stream: ExampleStream, numbers: Sequence[int]) -> Look:
-        """Count their tokens, and the labels of the whole source."""
+        """Count the tokens of some documents, and the labels of the whole source."""
         encoder, most = stream.encoder, len(numbers)
         examples = self.held_out(stream, stream.documents, numbers, most, encoder.length)
         text = encoder.tokenizer.decode(examples[0].ids[:SHOWN_TOKENS])
@@ -147,7 +147,7 @@ class Labels(Objective):
         )
 
     def load(self, run: Run, **options: Any) -> Any:
-        """Load an encoder with its head. Raises BadInput where its positions are fewer than an example's tokens."""
+        """Load an encoder with its head. Raises BadInput where it has fewer positions than an example has tokens."""
         from surgeon.models.outputs import check_window, load_encoder
 
         model = load_encoder(run.out, auto=self.auto, **options)
@@ -155,13 +155,13 @@ class Labels(Objective):
         return model
 
     def batch(self, run: Run, sequences: Sequence[Example]) -> dict[str, Tensor]:
-        """Pad examples to the longest."""
+        """Stack examples, padded to the longest one."""
         from surgeon.data.examples import batch_of_examples
 
         return batch_of_examples(sequences, pad=_pad_of(run))
 
     def judged(self, run: Run, model: Any, held: Sequence[Example]) -> dict[str, float]:
-        """Return the mean cross-entropy of an example, and how often the head is right (`Judged`)."""
+        """Return the mean cross-entropy of held-out examples, and the head's scores (`data.scoring.judge_examples`)."""
         from surgeon.data.scoring import judge_examples
 
         found = judge_examples(
@@ -176,6 +176,6 @@ class Labels(Objective):
 
 
 def _pad_of(run: Run) -> int:
-    """Return the id that fills up a batch of examples."""
+    """Return the id of the token that pads a batch of examples."""
     pad: int = run.data.mixture.streams[0].encoder.pad
     return pad

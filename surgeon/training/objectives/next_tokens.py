@@ -1,6 +1,6 @@
-"""Texts and chats: a language model learns to predict the next token, of documents packed into sequences of one length.
+"""Texts and chats: a language model learns to predict the next token of documents, packed into sequences of one length.
 
-Packed documents do not see each other, unless the config says so; that is measured before the first step.
+Packed documents do not attend to each other, unless the config says so; this is measured before the first step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from surgeon.data.encoding import Encoded, Encoder
     from surgeon.training.losses.cross_entropy import FusedHead
 
-# Runs of a sample that are shown.
+# How many runs of counted or uncounted tokens of a sample are shown.
 _RUNS = 8
 # Losses of the runtime that are means over the tokens of some domains: original text, or that of tasks.
 _ORIGINAL, _TASKS = "local_l1_loss", "router_loss"
 
 
 class NextTokens(Objective):
-    """The mean cross-entropy of the next tokens that count."""
+    """The objective of texts and chats: the mean cross-entropy of the next tokens that count."""
 
     packs = True
 
@@ -51,7 +51,7 @@ class NextTokens(Objective):
     def stream(
         self, source: SourceSpec, documents: Corpus, numbers: NDArray[np.int64], prepared: Prepared, encoder: Encoder
     ) -> SourceStream:
-        """Return the packed sequences of a source."""
+        """Return the stream of a source's packed sequences to train on."""
         config = prepared.loaded.config
         packer = Packer(prepared.settings.length, config.packing, config.domain_of(source))
         return SourceStream(
@@ -66,12 +66,12 @@ class NextTokens(Objective):
     def held_out(
         self, stream: SourceStream, documents: Corpus, numbers: Sequence[int], most: int, length: int
     ) -> list[PackedSequence]:
-        """Return packed sequences."""
+        """Return at most `most` packed sequences of held-out documents."""
         packer = Packer(length, stream.packer.packing, stream.packer.domain)
         return held_out(documents, numbers, stream.encoder, packer, most=most)
 
     def look(self, stream: SourceStream, numbers: Sequence[int]) -> Look:
-        """Count their tokens, and those that the loss counts."""
+        """Count the tokens of some documents, and the share of them that the loss counts."""
         encoded = [stream.encoder.encode(stream.documents.read(number)) for number in numbers]
         tokens = sum(len(ids) for ids, _ in encoded)
         counted = sum(sum(counts) for _, counts in encoded) / tokens if tokens else 0.0
@@ -84,7 +84,7 @@ class NextTokens(Objective):
         return load_model(run.out, **options)
 
     def isolate(self, run: Run, model: Any) -> None:
-        """Have packed documents kept apart by the model's masks, or where its attention takes none in one row."""
+        """Make every forward keep packed documents apart: by masks, or as one row where attention takes no mask."""
         from surgeon.training.steps.packed import builds_no_mask, give_masks_positions, run_in_one_row
 
         if run.loaded.config.packing == "joined":
@@ -95,7 +95,7 @@ class NextTokens(Objective):
             give_masks_positions(model)
 
     def check_isolation(self, run: Run, model: Any) -> None:
-        """Measure it on random tokens (`isolation`)."""
+        """Measure on random tokens whether packed documents see each other (`isolation`)."""
         import torch
 
         from surgeon.training.isolation import probe
@@ -140,7 +140,7 @@ class NextTokens(Objective):
             )
 
     def fused_head(self, run: Run, model: Any) -> FusedHead | None:
-        """Return what the config's `cross_entropy` asks for; torch's own is needed where a remedy reads the head."""
+        """Return the head for the config's `cross_entropy`; None for torch's where no remedy reads the head's input."""
         from surgeon.training.losses.cross_entropy import FusedHead, choose
 
         vocabulary = int(model.config.get_text_config().vocab_size)
@@ -152,11 +152,14 @@ class NextTokens(Objective):
         return FusedHead(model, kind)
 
     def batch(self, run: Run, sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:
-        """Put packed sequences together, with their domains."""
+        """Stack packed sequences, with their domains."""
         return batch_of(sequences)
 
     def shares(self, batches: Sequence[Mapping[str, Tensor]], device: torch.device) -> list[dict[str, float]]:
-        """Return them of means over the tokens of some domains, whose share in a micro-batch is not the labels'."""
+        """Return the factors of losses that are means over the tokens of some domains.
+
+        A micro-batch's share of these tokens differs from its share of the labels, by which the runtime scales.
+        """
         import torch
 
         counts = torch.tensor([_counts(batch) for batch in batches], dtype=torch.int64, device=device)
@@ -174,7 +177,7 @@ class NextTokens(Objective):
         ]
 
     def judged(self, run: Run, model: Any, held: Sequence[PackedSequence]) -> dict[str, float]:
-        """Return the mean cross-entropy of the labels that count (`evaluation.scores`)."""
+        """Return the mean cross-entropy of the labels that count (`data.scoring.score_sequences`)."""
         from surgeon.data.scoring import score_sequences
 
         micro_batch, ranks = run.settings.micro_batch, run.ranks
@@ -183,7 +186,7 @@ class NextTokens(Objective):
 
 
 def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
-    """A document in runs of tokens that the loss counts and that it does not, long ones without their middle."""
+    """Return a document's text in runs of tokens that the loss counts or does not; long runs lose their middle."""
     runs = itertools.groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
     parts = [([token for token, _ in run], counts) for counts, run in itertools.islice(runs, _RUNS)]
     each = SHOWN_TOKENS // len(parts)

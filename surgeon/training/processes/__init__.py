@@ -1,1 +1,1 @@
-"""Several processes: how a run was launched, and FSDP2's shares."""
+"""Runs of several processes: how they were launched, and sharding by FSDP2."""

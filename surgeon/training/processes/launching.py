@@ -1,4 +1,4 @@
-"""How a run was launched: what torchrun and `accelerate launch` say of sharding, and what they ask that is not done."""
+"""The way a run was launched: the sharding that it requests, and options of `accelerate launch` that are rejected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from surgeon.errors import BadInput, printable
 from surgeon.training.config.schema import TrainConfig
 
-# What `accelerate launch` tells the processes it starts.
+# The environment variable by which `accelerate launch` requests FSDP.
 USE_FSDP = "ACCELERATE_USE_FSDP"
 
 _REFUSED = {
@@ -19,13 +19,16 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """How to shard. `reshard`: a layer's weights are let go after its forward, and gathered again for its backward."""
+    """How to shard. `reshard`: a layer's weights are freed after its forward, and gathered again for its backward."""
 
     reshard: bool = True
 
 
 def requested_sharding(config: TrainConfig) -> Sharding | None:
-    """Return the sharding that the config or `accelerate launch` requests, if any. Raises BadInput where it fails."""
+    """Return the sharding that the config or `accelerate launch` requests; None: neither requests one.
+
+    Raises BadInput for options of `accelerate launch` that are not supported.
+    """
     _check_launcher()
     if not _says_yes(USE_FSDP):
         return Sharding() if config.sharding == "fsdp" else None

@@ -1,8 +1,8 @@
-"""FSDP2: every process holds a share of each parameter, of its gradient and of its optimizer state.
+"""Sharding by FSDP2: every process has a shard of each parameter, of its gradient and of its optimizer state.
 
-One unit is one layer of the trunk with all that was grafted onto it; what layers share (Mixture-of-Control's bank, the
-norm, the head, tied embeddings) belongs to the model's own unit, which stays gathered from its forward to its
-backward. surgeon shards by itself, before anything is computed: so no process ever holds the whole model on its
+A unit is one layer of the trunk with everything grafted onto it. Parameters that layers share (Mixture-of-Control's
+bank, the norm, the head, tied embeddings) belong to the model's own unit, which stays gathered from its forward to its
+backward. surgeon shards the model itself, before anything is computed. So no process ever has the whole model on its
 device, not even for the held-out losses before the first step.
 """
 
@@ -25,11 +25,11 @@ from surgeon.training.processes.launching import USE_FSDP, Sharding
 
 @contextlib.contextmanager
 def sharded_here() -> Iterator[None]:
-    """Inside, accelerate and transformers see nothing of FSDP, lest they load, wrap or save in a way of their own."""
+    """Hide FSDP from accelerate and transformers within the context, so that they do not load, wrap or save by it."""
     said = os.environ.pop(USE_FSDP, None)
     try:
         with warnings.catch_warnings():
-            # A layer's losses are views, which nothing changes in place.
+            # The losses that layers return are views; nothing changes them in place, so the warning is moot.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             yield
     finally:
@@ -38,9 +38,9 @@ def sharded_here() -> Iterator[None]:
 
 
 def shard(model: Any, sharding: Sharding, *, device: torch.device) -> None:
-    """Deal the model out over all processes, in place; `device` is this process's.
+    """Shard the model over all processes, in place; `device` is the device of this process.
 
-    Gradients are summed over processes in float32 whatever the model's dtype.
+    Gradients are reduced over processes in float32, whatever the model's dtype.
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
@@ -53,21 +53,22 @@ def shard(model: Any, sharding: Sharding, *, device: torch.device) -> None:
     if head is None or head.weight is not embeddings.weight:
         fully_shard(embeddings, reshard_after_forward=sharding.reshard, **options)
     fully_shard(model, **options)
-    # accelerate would make DDP of it.
+    # Otherwise accelerate would wrap it in DDP.
     model._is_accelerate_prepared = True
 
 
 def let_go(model: nn.Module) -> None:
-    """Drop what a forward gathered and no backward let go: parameters are shards again, and up to date."""
+    """Free the weights that a forward gathered and no backward freed; parameters are shards again, and up to date."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def gathered(state: Any, *, copy: bool = False) -> Any:
-    """The same nest of dictionaries, lists and tensors, with every share made whole, on the CPU; all processes call.
+    """Return the same nest of dictionaries, lists and tensors, with every shard gathered to a whole tensor on the CPU.
 
-    With `copy` all of it is on the CPU, and nothing is shared with what it was made of.
+    All processes call this. With `copy` all other tensors are copied to the CPU too, so that the result shares no
+    memory with `state`.
     """
     if isinstance(state, dict):
         return {key: gathered(value, copy=copy) for key, value in state.items()}
@@ -79,7 +80,7 @@ def gathered(state: Any, *, copy: bool = False) -> Any:
 
 
 def dealt_out(whole: Tensor, like: Tensor) -> Tensor:
-    """This process's share of a whole tensor where `like` is one, else the tensor; all processes call."""
+    """Return this process's shard of a whole tensor where `like` is sharded, else the tensor; all processes call."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements)

@@ -1,6 +1,6 @@
-"""What keeps a model near its base while it learns: one file each.
+"""Remedies, which keep a model near its base while it learns: one file each.
 
-`blend` is one after training, and no part of a run: a command of its own.
+`blend` is applied after training. It is no part of a run, but a command of its own.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from surgeon.training.remedies.kl import Kl
 from surgeon.training.remedies.recall import Recall
 from surgeon.training.run import Remedy
 
-# In the order in which they are asked, and shown.
+# In the order in which a run calls them and messages show them.
 REMEDIES: tuple[type[Remedy], ...] = (Recall, Gate, Kl, Fisher)

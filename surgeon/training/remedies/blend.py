@@ -1,8 +1,8 @@
-"""A run and its base interpolated (WiSE-FT, LiNeS), which costs no training: a remedy after a run, and no part of it.
+"""Interpolation of a run with its base (WiSE-FT, LiNeS): a remedy after a run, which costs no training.
 
-Of a tensor of the base, θ = (1 − α) θ_base + α θ_run; the same of a copy of one, such as Control LLM's twins. Of parts
-that a surgery added silent, what was zero at birth is multiplied by α: that is the scale of what they add. Values are
-computed in float32 and rounded once; α = 1 and α = 0 give both ends exactly.
+A tensor of the base becomes θ = (1 − α) θ_base + α θ_run; so does a copy of one, such as Control LLM's copied layers.
+In parts that a surgery added silent, the tensors that were zero at birth are multiplied by α, which scales what these
+parts add. Values are computed in float32 and rounded once; α = 1 gives the run exactly, and α = 0 the base.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blend:
-    """A blend that was written: `alpha` of the run in the lowest layer, `alpha_top` in the highest.
+    """A blend that was written: the run's share is `alpha` in the lowest layer and `alpha_top` in the highest.
 
-    `tensors` were interpolated with the base's, `scaled` are those of added parts that were multiplied.
+    `tensors` counts the tensors that were interpolated with the base's, `scaled` the tensors of added parts that were
+    multiplied.
     """
 
     path: Path
@@ -79,26 +80,27 @@ def write_blend(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Blend:
-    """Write `run` on its way back to `base`, the model that its last surgery or training began with, as `dest`.
+    """Interpolate `run` with `base`, the model that its last surgery or training began with, and write it as `dest`.
 
-    What trained of the base's own tensors, and copies of them, is (1 − alpha) · base + alpha · run (WiSE-FT, Wortsman
-    et al., 2022); of parts that were added silent, what was zero at birth is multiplied by alpha. With `alpha_top` the
-    share goes linearly from `alpha` in the lowest layer to `alpha_top` in the highest (LiNeS, Wang et al., 2025). The
-    base's values lie beside the weights, so `revert` gives the base back. The same command continues one that was cut
-    off.
+    Each of the base's tensors that trained, and each trained copy of one, becomes (1 − alpha) · base + alpha · run
+    (WiSE-FT, Wortsman et al., 2022). In parts that were added silent, the tensors that were zero at birth are
+    multiplied by alpha. With `alpha_top` the share changes linearly from `alpha` in the lowest layer to `alpha_top` in
+    the highest (LiNeS, Wang et al., 2025). The base's values are stored next to the weights, so `revert` restores the
+    base. The same command continues one that was interrupted.
 
     Args:
         run: what `train` wrote.
         dest: the new folder.
         base: the folder of the model that the run's last surgery, or training, began with.
-        alpha: the run's share; 1: the run, 0: the base.
-        alpha_top: its share in the highest layer; None: `alpha`.
+        alpha: the run's share; 1 gives the run, 0 the base.
+        alpha_top: the run's share in the highest layer; None: `alpha`.
         link: hard-link shards of the run in which nothing changes (`apply`).
         trust_remote_code: run the code that the run brings.
         listener: receives progress.
 
     Raises:
-        BadInput: the run is another base's, or what trained has no way back to it.
+        BadInput: a share is not between 0 and 1, `run` was made from another base, or a tensor that trained cannot be
+            interpolated with it.
     """
     for name, share in (("alpha", alpha), ("alpha_top", alpha_top)):
         if share is not None and not 0 <= share <= 1:
@@ -160,12 +162,16 @@ def write_blend(
     )
 
 
-# The tensors of a run that are blended: each with the tensor of the base that it was, or None where it was zero.
+# The tensors of a run that are blended, each with the base's tensor that it began as; None where it began as zero.
 _Way = Mapping[str, str | None]
 
 
 def _way_back(out: CheckpointFolder, manifest: Manifest, state: State) -> _Way:
-    """What each tensor that trained was before. Raises BadInput where that is neither the base's nor zero."""
+    """Return the base's tensor that each trained tensor began as; None where it began as zero.
+
+    Tensors of parts that were added silent, but were not zero at birth, are left out, as are fitted ones. Raises
+    BadInput where nothing trained, or a part began as neither silent nor a copy of the base.
+    """
     fitted = {number for number, entry in enumerate(manifest.operations) if entry.trains == "fitted"}
     in_base = {
         lying.tensors[0]: name
@@ -200,7 +206,8 @@ def _way_back(out: CheckpointFolder, manifest: Manifest, state: State) -> _Way:
 def _share_of(tensor: str, bottom: float, top: float, layers: int) -> float:
     """Return the run's share in a tensor: `bottom` in the lowest of `layers` layers, `top` in the highest.
 
-    It is linear between; embeddings are the lowest layer's, what comes after the layers is the highest's.
+    Between these layers it is linear. Embeddings have the share of the lowest layer; tensors after the layers have the
+    share of the highest.
     """
     place = layer_of(tensor)
     if place is None:
@@ -220,18 +227,18 @@ def _write_blended(
     work: Path,
     listener: Listener,
 ) -> Final:
-    """Write the blended tensors to `work`'s FINAL_FILE, one after the other, and measure how each differs from the run.
+    """Write the blended tensors to FINAL_FILE in `work`, one at a time, and measure how each differs from the run.
 
     Args:
         out: the run.
         base: its base.
-        way: what is blended.
-        share_of: how much of the run is taken of a tensor.
+        way: the tensors to blend, as `_way_back` returns them.
+        share_of: returns the run's share in a tensor.
         work: the folder to write to.
         listener: receives progress.
 
     Raises:
-        BadInput: a tensor is no floating-point one, or holds numbers that are not finite.
+        BadInput: a tensor is not floating-point, or has numbers that are not finite.
     """
     import torch
 
@@ -259,7 +266,7 @@ def _write_blended(
 
 
 def _read(folder: CheckpointFolder, info: TensorInfo) -> Tensor:
-    """A tensor in float32. Raises BadInput where it is no floating-point one, or a number of it is not finite."""
+    """Read a tensor as float32. Raises BadInput where its dtype is not floating-point or a number is not finite."""
     import torch
 
     from surgeon.models.load import stored_dtype

@@ -1,4 +1,4 @@
-"""`preserve: {loss: fisher}`: what trains is pulled back to its values at birth (`losses.fisher` has the equations)."""
+"""`preserve: {loss: fisher}`: a penalty pulls what trains back to its values at birth (equations: `losses.fisher`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Fisher(Remedy):
-    """Elastic weight consolidation: no teacher, and no forward of its own in a step."""
+    """Elastic weight consolidation, which needs neither a teacher nor another forward in a step."""
 
     logged = "loss.fisher", "of fisher"
 
@@ -24,12 +24,12 @@ class Fisher(Remedy):
         super().__init__(case)
         assert case.loaded.config.preserve is not None
         self.spec = case.loaded.config.preserve
-        # From `measure` on.
+        # Set by `measure`.
         self.anchored: Anchored
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
-        """Return it where `preserve` names it. Raises BadInput where no source is original text."""
+        """Return the remedy where `preserve` names fisher. Raises BadInput where no source is original text."""
         spec = case.loaded.config.preserve
         if spec is None or not spec.fisher:
             return None
@@ -37,7 +37,7 @@ class Fisher(Remedy):
         return cls(case)
 
     def notes(self) -> list[str]:
-        """Say what an earlier run changed is held to."""
+        """Report where tensors of an earlier run are pulled to their present values, not to their values at birth."""
         manifest = self.case.manifest
         before = {name for entry in manifest.training for name in entry.tensors} if manifest is not None else set()
         if not before & {*self.case.wanted.names}:
@@ -47,11 +47,11 @@ class Fisher(Remedy):
         ]
 
     def room(self, model: Any) -> tuple[int, str]:
-        """Return the bytes of the file that holds it."""
+        """Return the bytes of the file of the Fisher information, and what messages call it."""
         return 4 * sum(p.numel() for p in model.parameters() if p.requires_grad), "the Fisher information"
 
     def measure(self, run: Run, model: Any, head: FusedHead | None) -> None:
-        """Estimate it, or take what an earlier call left."""
+        """Estimate the Fisher information, or load what an earlier call left; anchor the parameters to their values."""
         from surgeon.training.losses.fisher import Anchored, fisher_of
         from surgeon.training.processes.sharding import gathered
         from surgeon.training.steps.by_document import by_document
@@ -68,15 +68,15 @@ class Fisher(Remedy):
         self.anchored = Anchored(model, fisher, weight)
 
     def pull(self) -> Tensor:
-        """Pull every parameter back."""
+        """Add the penalty's gradient to every parameter that trains; return the weighted penalty."""
         return self.anchored.pull()
 
     def take(self) -> float:
-        """Return the term."""
+        """Return the unweighted penalty, the mean over the steps since the last call."""
         return self.anchored.take()
 
     def rehearse(self, run: Run, model: Any, head: FusedHead | None) -> Estimate:
-        """Estimate it by one sequence, which is kept until a step was taken, as in the run."""
+        """Time the estimate on one sequence; its result stays in memory, as it does in the run."""
         from surgeon.common.distributed import Ranks
         from surgeon.training.footprint import seconds_since
         from surgeon.training.losses.fisher import Anchored, estimated, original_text

@@ -1,8 +1,8 @@
-"""A domain gate that a surgery added: it is fitted before the first step, and closed on what the base knows.
+"""A domain gate that a surgery added: it is fitted before the first step, and closed on text that the base knows.
 
-It is fitted on text of both domains, and on such as the model writes, where no original source is one: what the base
-writes is of the kinds that it knows, of which a user may have shown one. That is no source: nothing trains on it, and
-no loss is measured.
+It is fitted on text of both domains. Where no original source has `generate`, the model also writes text for the fit:
+its text is of all the kinds that the base knows, while the user may have given only one kind. That text is no source:
+nothing trains on it, and no loss is measured on it.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from surgeon.training.run import Case, Remedy, Run, Text
 if TYPE_CHECKING:
     from surgeon.data.layouts import Document
 
-# The longest document that the model writes for it in tokens: many short ones say more of what the model knows than
-# few long ones.
+# Tokens of the longest document that the model writes for the gate: many short documents show more of what the model
+# knows than a few long ones.
 _LENGTH = 256
 
 
 def gate_of(manifest: Manifest | None) -> int | None:
-    """Return the number of the operation of the last surgery that is fitted."""
+    """Return the number of the operation in the last surgery that added a gate; None: no operation did."""
     operations = [] if manifest is None else manifest.operations
     return next((number for number, operation in enumerate(operations) if operation.trains == "fitted"), None)
 
 
 class Gate(Remedy):
-    """The gate; an earlier run may have fitted it."""
+    """The domain gate of the last surgery, which this run fits unless an earlier run did."""
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
-        """Return it where the last surgery added one."""
+        """Return the remedy where the last surgery added a gate."""
         return None if gate_of(case.manifest) is None else cls(case)
 
     @property
     def fitted(self) -> tuple[str, ...]:
-        """Its tensors, where this run fits them."""
+        """The gate's tensors where this run fits them; else empty."""
         return self.case.wanted.fitted
 
     def check_sources(self) -> None:
-        """Raise BadInput where the config has no text of a domain, or holds none of it out."""
+        """Raise BadInput where the gate is to be fitted and a domain has no source, or no held-out text."""
         loaded, wrong = self.case.loaded, []
         sources = loaded.config.sources
         for role, original in (("original", True), ("new", False)) if self.fitted else ():
@@ -69,7 +69,7 @@ class Gate(Remedy):
             raise bad_input(wrong)
 
     def notes(self) -> list[str]:
-        """Say what the base's own tensors mean for it where they train."""
+        """Warn where the base's own tensors train, as the gate then reads other states than it was fitted on."""
         if not self.case.wanted.of_base:
             return []
         return [
@@ -78,13 +78,13 @@ class Gate(Remedy):
         ]
 
     def texts(self) -> list[Text]:
-        """Return the text that the model writes for it, unless an original source is such a one."""
+        """Return the text that the model writes for the fit; none where an original source has `generate`."""
         loaded, out = self.case.loaded, self.case.out
         tokens = loaded.config.recall_for_gate
         if not self.fitted or not tokens or any(source.generate for source in originals_of(loaded.config)):
             return []
         length = min(_LENGTH, context_of(out.config) or _LENGTH)
-        # As chats where a source is one and the model has a template of its own.
+        # The model writes chats where a source is a chat and the checkpoint has a chat template.
         chats = any(is_chat(source, loaded) for source in loaded.config.sources)
         prompts = TEMPLATE if chats and template_of(out) else BEGIN
         spec = GenerateSpec(tokens=max(tokens, length), length=length, prompts=prompts)
@@ -92,12 +92,15 @@ class Gate(Remedy):
             "  the domain gate is fitted without what the model writes ({}): kinds of text that no source has keep the"
             " base less often"
         )
-        # No source can have the name of the file.
+        # No source can have this file's name.
         file = memory_folder(self.case.to) / "gate.recalled.jsonl"
         return [Text("(recalled)", "for the domain gate", spec, file, without)]
 
     def fit(self, run: Run, model: Any) -> Sequence[str]:
-        """Fit it on the run's sources. Raises BadInput where it cannot tell the domains apart."""
+        """Fit the gate on the run's sources; return the names of its tensors in memory.
+
+        Raises BadInput where the gate cannot separate the domains.
+        """
         if not self.fitted:
             return ()
 
@@ -115,7 +118,7 @@ class Gate(Remedy):
         return list(dtypes)
 
     def _recalled(self) -> Sequence[Document]:
-        """Return what the model wrote for it; nothing where it wrote none."""
+        """Return the documents that the model wrote for the fit; empty where it wrote none."""
         from surgeon.data.documents import Documents
         from surgeon.data.rows import Rows
 
@@ -127,7 +130,7 @@ class Gate(Remedy):
         return found
 
     def after(self, run: Run) -> dict[str, Any]:
-        """Return how well it separates held-out text."""
+        """Return the gate's figures on held-out text, for the manifest."""
         if not self.fitted:
             return {}
 

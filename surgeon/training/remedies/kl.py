@@ -1,4 +1,4 @@
-"""`preserve` by a teacher: the base within the model, or what it said before, teaches (`losses.preserving`)."""
+"""`preserve` with a teacher: the base within the model, or its recorded predictions (`losses.preserving`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Kl(Remedy):
-    """A term of `preserve` for which the base `within` teaches: kl, reverse_kl or hidden_mse."""
+    """A term of `preserve` with the base `within` the model as the teacher: kl, reverse_kl or hidden_mse."""
 
     logged = "loss.preserve", "from the base"
     reads_head = True
@@ -35,19 +35,22 @@ class Kl(Remedy):
     def __init__(self, case: Case, spec: PreserveSpec, within: Within) -> None:
         super().__init__(case)
         self.spec, self.within = spec, within
-        # From `join` on.
+        # Set by `join`.
         self.preserving: Preserving
         self.cached: CachedTeacher | None = None
         self._rehearsing = False
-        # Of the step's micro-batches that are still to come: tokens that count in all of them, and whether one does in
-        # this one, in some process.
+        # For each micro-batch of the step that did not run yet: how many tokens count in the whole step, and whether
+        # one counts in this micro-batch in some process.
         self._shares: list[tuple[int, bool]] = []
         # Steps in which some token counted, since the term was last taken.
         self._steps = 0
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
-        """Return it where `preserve` names one. Raises BadInput where the base has nothing to teach on, or is lost."""
+        """Return the remedy where `preserve` names such a term.
+
+        Raises BadInput where no source is text to teach on, the base is lost, or its vocabulary does not fit the term.
+        """
         loaded, spec = case.loaded, case.loaded.config.preserve
         if spec is None or spec.taught is None:
             return None
@@ -70,7 +73,7 @@ class Kl(Remedy):
         return cls(case, spec, within)
 
     def notes(self) -> list[str]:
-        """Say where it teaches nothing, and who teaches where the first base is lost."""
+        """Warn where the base teaches nothing; report which model teaches where the first base is lost."""
         found = []
         if self.spec.on == "original":
             if not sum(source.share for source in originals_of(self.case.loaded.config)):
@@ -88,7 +91,7 @@ class Kl(Remedy):
         return found
 
     def _all_gated(self) -> bool:
-        """Whether a domain gate switches all that trains: everything before it in the plan but new tokens."""
+        """Return whether a domain gate switches all that trains: tensors of operations before it, and no new tokens."""
         manifest, wanted = self.case.manifest, self.case.wanted
         gate = gate_of(manifest)
         if manifest is None or gate is None or wanted.fixed:
@@ -97,7 +100,10 @@ class Kl(Remedy):
         return all(name in new and new[name].operation < gate for name in wanted.names)
 
     def join(self, run: Run, model: Any, head: FusedHead | None) -> Any:
-        """Find the base in the model; where its own tensors train, load a frozen copy, which is returned."""
+        """Find the base in the model. Where the base's own tensors train, load a frozen copy to teach, and return it.
+
+        No copy is needed where predictions are recorded before the first step.
+        """
         from surgeon.models.load import load_model
         from surgeon.training.losses.cached_teacher import CachedTeacher
         from surgeon.training.losses.cross_entropy import FusedHead
@@ -129,11 +135,11 @@ class Kl(Remedy):
         return copy
 
     def room(self, model: Any) -> tuple[int, str]:
-        """Return the bytes of what the base says, where that is kept."""
+        """Return the bytes of the base's recorded predictions (0: none are recorded), and what messages call them."""
         return (0 if self.cached is None else self.cached.needed_bytes()), "what the base says"
 
     def measure(self, run: Run, model: Any, head: FusedHead | None) -> None:
-        """Write down what the base says, before anything of it trains."""
+        """Record the base's predictions where the config asks for it, before any of its tensors changes."""
         from surgeon.training.steps.by_document import by_document
 
         if self.cached is None:
@@ -149,11 +155,11 @@ class Kl(Remedy):
             )
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """Count the tokens on which the base teaches, in all micro-batches and processes."""
+        """Count the step's tokens on which the base teaches, over all micro-batches and processes."""
         import torch
 
         if self._rehearsing and self.cached is not None:
-            # As it will be looked up during training.
+            # This replaces the lookup that training makes.
             found = self.preserving.top(batches[0], self.cached.k)
             self.preserving.said = lambda *_: found
         counted = [int(self.preserving.counted(batch).sum()) for batch in batches]
@@ -165,12 +171,12 @@ class Kl(Remedy):
         self._steps += total > 0
 
     def loss(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Inside, the base teaches."""
+        """Return a context in which the loss of a forward on the step's next micro-batch has its share of the term."""
         total, anywhere = self._shares.pop(0)
         return self.preserving.teaching(batch, total, anywhere=anywhere)
 
     def take(self) -> float | None:
-        """Return the term; None where there was nothing to teach on."""
+        """Return the unweighted term, the mean over the steps since the last call; None where no token counted."""
         import torch
 
         found = self.preserving.take().to(self.preserving.model.device)
@@ -180,7 +186,7 @@ class Kl(Remedy):
         return float(found) / steps if steps else None
 
     def rehearse(self, run: Run, model: Any, head: FusedHead | None) -> Estimate | None:
-        """Estimate how long the base says what is kept, by one micro-batch after one that is not counted."""
+        """Time the recording of predictions on one micro-batch, after a warm-up; None where none are recorded."""
         from surgeon.data.packing import batch_of
         from surgeon.training.footprint import seconds_since
 
@@ -201,16 +207,17 @@ class Kl(Remedy):
 
 
 def _within(case: Case, spec: PreserveSpec) -> Within:
-    """Return the first base; or the base of the last surgery, where the config says so or the first one is lost.
+    """Return where in the model the teacher is: the first base, or the base of the last surgery.
 
-    Raises BadInput where it is not in the model.
+    It is the latter where the config says so or the first base is lost. Raises BadInput where the model does not
+    contain the teacher.
     """
     out, manifest, wanted = case.out, case.manifest, case.wanted
     steps_change = case.target.changes_in_steps
     if manifest is None:
         apart = steps_change and bool(wanted.of_base)
         return Within(case.anatomy.sizes.layers, (), None, newborn=True, apart=apart)
-    # Of what trains in part the base's rows are fixed.
+    # In tensors that train in part the base's rows are fixed.
     changing = frozenset({*wanted.names} - {*wanted.fixed}) if steps_change else frozenset()
     if not spec.last:
         try:
@@ -223,7 +230,7 @@ def _within(case: Case, spec: PreserveSpec) -> Within:
             if Lineage.of(manifest).count == 1 and manifest.operations:
                 raise
     if not manifest.operations:
-        # Training alone made it of its base.
+        # Only training, no surgery, made this model from its base.
         shown = "the model as it stands, which no surgery made,"
         return Within(len(manifest.layers), (), None, newborn=True, apart=bool(changing), last=True, shown=shown)
     return base_within(out, manifest, training=changing, last=True)

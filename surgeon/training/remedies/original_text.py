@@ -1,4 +1,4 @@
-"""What the terms of `preserve` ask of the config's texts."""
+"""The check that a config has the texts that the terms of `preserve` need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from surgeon.training.config.schema import originals_of
 
 
 def check_original_text(loaded: LoadedConfig) -> None:
-    """Raise BadInput where a term of `preserve` needs original text, and no source is one."""
+    """Raise BadInput where a term of `preserve` needs original text, and no source has the role `original`."""
     spec = loaded.config.preserve
     assert spec is not None
     if originals_of(loaded.config) or not (spec.on == "original" or spec.fisher):

@@ -10,15 +10,15 @@ from surgeon.training.run import Case, Remedy, Text
 
 
 class Recall(Remedy):
-    """Sources that the model writes."""
+    """Sources with `generate`, whose text the model writes before the run."""
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
-        """Return it where a source has `generate`."""
+        """Return the remedy where a source has `generate`."""
         return cls(case) if any(source.generate for source in case.loaded.config.sources) else None
 
     def texts(self) -> list[Text]:
-        """Return the sources with `generate`, with their settings."""
+        """Return the texts to write, one for each source with `generate`, with the source's settings."""
         loaded, found = self.case.loaded, []
         for source in loaded.config.sources:
             if source.generate is not None:

@@ -1,1 +1,1 @@
-"""What a run keeps of itself until it is published: its folder, and checkpoints written beside the steps."""
+"""The saved state of a run until it is published: its work folder, and its checkpoints."""

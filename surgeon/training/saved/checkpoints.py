@@ -1,11 +1,11 @@
-"""A run's checkpoints: one counts only while every file of it is what it was when it was written, and no file is more.
+"""A run's checkpoints; a checkpoint counts only while its files are exactly those that were written, byte for byte.
 
-A checkpoint's `complete.json`, written last, has the digests of its files; `run.json`, which holds what the run is of,
-has the digest of each `complete.json`, and is signed: it counts where this user wrote it, in this place.
+A checkpoint's `complete.json`, written last, has the digests of its files. `run.json`, the run's record, has the digest
+of each `complete.json`. It is signed, and counts only where this user wrote it, in this place.
 
-One may be written beside the steps: what it holds is copied at its step, and a thread writes the copy. The thread only
-writes. What needs other processes, the model or the optimizer is done at the step, by the thread that trains: gathering
-shares, copying, random numbers. One checkpoint is written at a time.
+A checkpoint may be written beside the steps: its tensors are copied at its step, and a thread writes the copy while
+later steps run. The thread only writes. All that needs other processes, the model or the optimizer is done at the step,
+by the thread that trains: gathering shards, copying, random numbers. One checkpoint is written at a time.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from surgeon.errors import BadInput, printable
 
 COMPLETE_FILE = "complete.json"
 RUN_FILE = "run.json"
-# transformers' own, with the log.
+# The file of transformers' Trainer that has the log.
 STATE_FILE = "trainer_state.json"
 
-# The last, and the one before in case the last does not survive.
+# How many checkpoints are kept: the last, and the one before in case the last is damaged.
 KEPT = 2
 
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
@@ -41,9 +41,12 @@ _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 
 @dataclass
 class RunRecord:
-    """`run.json`: the fingerprint of all that the run's numbers depend on, the held-out losses before the first step
-    (None: not measured yet), of every checkpoint, by its step, the digest of its `complete.json`, and that of the files
-    that each remedy keeps, by its key."""
+    """The content of `run.json`.
+
+    `fingerprint` is the digest of all that the run's numbers depend on. `first` has the held-out losses before the
+    first step (None: not measured yet). `checkpoints` has by step the digest of the checkpoint's `complete.json`, and
+    `kept` by a remedy's key the digest of the files that it keeps.
+    """
 
     fingerprint: str
     first: dict[str, float] | None = None
@@ -52,13 +55,13 @@ class RunRecord:
 
     @classmethod
     def read(cls, work: Path) -> RunRecord | None:
-        """The record in a work folder, None where there is none. Raises BadInput for one that is not as it was."""
+        """Read the record in a work folder; None where there is none. Raises BadInput where it is damaged or edited."""
         found = cls.read_with_origin(work)
         return None if found is None else found[0]
 
     @classmethod
     def read_with_origin(cls, work: Path) -> tuple[RunRecord, Signed] | None:
-        """The same, and who wrote it where."""
+        """Read the record and its signature, which shows who wrote it where. Errors are those of `read`."""
         try:
             signed = read_signed(work / RUN_FILE)
             if signed is None:
@@ -76,14 +79,14 @@ class RunRecord:
         return record, signed
 
     def has_kept(self, key: str, work: Path, *files: str) -> bool:
-        """Whether files of the work folder are there and what `keep` wrote down of them."""
+        """Return whether files of the work folder exist with the digest that `keep` recorded under the key."""
         try:
             return key in self.kept and self.kept[key] == _digest_of(work, files)
         except OSError:
             return False
 
     def keep(self, key: str, work: Path, *files: str) -> None:
-        """Flush files of the work folder, and write down what they are."""
+        """Flush files of the work folder, and record their digest under the key."""
         for name in files:
             sync(work / name)
         self.kept[key] = _digest_of(work, files)
@@ -95,14 +98,14 @@ class RunRecord:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was taken."""
+    """Return the step after which a checkpoint was written."""
     found = _NAME.fullmatch(checkpoint.name)
     assert found, printable(checkpoint.name)
     return int(found[1])
 
 
 def newest_checkpoint(work: Path) -> Path | None:
-    """The checkpoint of the latest step that counts, every byte of it read. Raises BadInput as `RunRecord.read`."""
+    """Return the latest checkpoint that counts, after reading every byte of it. Raises BadInput as `RunRecord.read`."""
     record = RunRecord.read(work)
     if record is None:
         return None
@@ -110,14 +113,14 @@ def newest_checkpoint(work: Path) -> Path | None:
 
 
 def best_step(log: Iterable[Mapping[str, Any]], source: str) -> int | None:
-    """Return the step of a trainer's log after which the held-out loss on a source was lowest, the first of equals."""
+    """Return the step of a trainer's log with the lowest held-out loss on a source, the first one of equals."""
     key = f"eval_{source}_loss"
     found = [(float(entry[key]), int(entry["step"])) for entry in log if key in entry and math.isfinite(entry[key])]
     return min(found)[1] if found else None
 
 
 def damage(checkpoint: Path, record: RunRecord) -> str | None:
-    """Why a checkpoint does not count, in words; None where it does."""
+    """Return in words why a checkpoint does not count; None where it counts."""
     shown = printable(checkpoint.name)
     recorded = record.checkpoints.get(str(step_of(checkpoint)))
     try:
@@ -138,9 +141,10 @@ def damage(checkpoint: Path, record: RunRecord) -> str | None:
 
 
 def drop_what_does_not_count(work: Path, keep_best: str | None = None) -> list[str]:
-    """Remove the checkpoints that a kill cut off, or that somebody or the disk changed; why, for each in words.
+    """Remove the checkpoints that are incomplete or were changed; return for each in words why.
 
-    With `keep_best`, a source, one goes too where the best checkpoint before it is gone, which would be published.
+    With `keep_best`, the name of a source, a checkpoint is also removed where the best checkpoint in its log does not
+    count, because the run may have to publish that one.
     """
     record = RunRecord.read(work)
     assert record is not None
@@ -161,13 +165,13 @@ def drop_what_does_not_count(work: Path, keep_best: str | None = None) -> list[s
 
 
 def complete(checkpoint: Path, step: int, best: int | None = None) -> None:
-    """Flush a checkpoint's files, write down their digests, and let go of checkpoints before the last KEPT.
+    """Flush a checkpoint's files, record their digests, and remove all checkpoints before the last KEPT.
 
-    That of the step `best` stays.
+    The checkpoint of the step `best` is not removed.
     """
     work, names = checkpoint.parent, [path.name for path in checkpoint.iterdir()]
     with ThreadPoolExecutor(1, thread_name_prefix="flush") as flusher:
-        # Hashing takes the processor, flushing the disk.
+        # Hashing needs the processor and flushing the disk, so both run at the same time.
         flushed = [flusher.submit(sync, checkpoint / name) for name in names]
         digests = _digests(checkpoint, names)
         for each in flushed:
@@ -192,7 +196,7 @@ def _folders(work: Path) -> list[Path]:
 
 
 def _digest_of(work: Path, files: Iterable[str]) -> str:
-    """Digest files by their digests."""
+    """Return one digest of several files, computed from their digests."""
     return hashlib.sha256("".join(file_digest(work / name) for name in files).encode()).hexdigest()
 
 
@@ -201,7 +205,7 @@ def _digests(folder: Path, names: Any) -> dict[str, str]:
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file of ours; links are not followed."""
+    """Return the SHA-256 of a file that surgeon wrote; symbolic links are not followed."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -211,15 +215,15 @@ Write = Callable[[], object]
 
 
 def is_beside(setting: Literal["auto", "beside", "in_step"], *, copy_bytes: int, model_bytes: int) -> bool:
-    """Whether checkpoints are written beside the steps; `auto`: where the copy is no larger than the model."""
+    """Return whether checkpoints are written beside the steps; with `auto` if the copy is no larger than the model."""
     return setting == "beside" or (setting == "auto" and copy_bytes <= model_bytes)
 
 
 class Saving:
-    """Writes a checkpoint's files: at once, or beside the steps that follow.
+    """A writer of checkpoints' files: at once, or in a thread beside the steps that follow.
 
-    At its end as a context nothing is being written any more, whatever ended it. What the writing raised is raised
-    where the next step begins, or the next checkpoint, or at the end, unless another error ends it.
+    When its context ends, also by an error, nothing is being written any more. An error of the thread is raised when
+    the next step or checkpoint begins, or when the context ends without another error.
     """
 
     def __init__(self, *, beside: bool) -> None:
@@ -230,9 +234,9 @@ class Saving:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def begin(self, *, last: bool) -> None:
-        """A checkpoint, once the one before is written; after the `last` step there is nothing to write beside.
+        """Begin a checkpoint, after waiting for the one before; after the `last` step it is written at once.
 
-        Raises what that one's writing raised.
+        Raises the error of writing the one before.
         """
         self.wait()
         self.check()
@@ -240,29 +244,32 @@ class Saving:
         self._writes = []
 
     def add(self, write: Write) -> None:
-        """One file of it; where it is written beside, nothing else may change what `write` holds."""
+        """Write one file of the checkpoint by `write`: at once, or in the thread after `finish`.
+
+        In the latter case the tensors that `write` refers to must not be changed.
+        """
         if self.beside:
             self._writes.append(write)
         else:
             write()
 
     def finish(self, write: Write) -> None:
-        """The last of it, by which it counts."""
+        """Write the last file, which makes the checkpoint count; beside the steps, start the thread."""
         self.add(write)
         if self.beside:
             writes, self._writes = self._writes, []
             self._writing = self._thread.submit(_in_turn, writes)
 
     def check(self) -> None:
-        """Raise what the writing raised that is over."""
+        """Raise the error of the thread, where it has ended with one."""
         if self._writing is not None and self._writing.done():
             over, self._writing = self._writing, None
             over.result()
 
     def wait(self) -> None:
-        """Return when nothing is being written; an interruption of the waiting is raised then.
+        """Wait until nothing is being written; a KeyboardInterrupt in the meantime is raised only then.
 
-        Else the folder could be another process' while it is written to.
+        Otherwise another process could lock the folder while this one still writes to it.
         """
         interrupted: KeyboardInterrupt | None = None
         while self._writing is not None and not self._writing.done():
@@ -288,7 +295,7 @@ class Saving:
 
 
 def _in_turn(writes: list[Write]) -> None:
-    """Each is let go of, with the tensors in it, as soon as it is done."""
+    """Run the writes in order, and free each, with its tensors, as soon as it is done."""
     writes.reverse()
     while writes:
         writes.pop()()

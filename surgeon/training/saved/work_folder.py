@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie until it is published: ours alone, begun here, and of one run."""
+"""The folder of a run's checkpoints until the run is published: locked, begun by this user here, and for one run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from surgeon.training.saved.checkpoints import RUN_FILE, RunRecord, newest_check
 def own_work_folder(
     work: Path, target: Path, fingerprint: str, *, leads: bool, take_over: bool, say: Callable[[str], None]
 ) -> Iterator[WorkFolder | None]:
-    """The work folder, ours alone while inside (None on processes that do not lead).
+    """Lock the work folder within the context, and yield it; processes that do not lead get None.
 
-    It is removed where this call made it and fails before a step was finished. BadInput where it is another run's, or
-    not ours, or another process is at it; also where this user did not begin it in this place, but for `take_over`.
+    The folder is removed where this call made it and fails before its first checkpoint. Raises BadInput where it
+    belongs to another run or another user, where another process has locked it, and, without `take_over`, where this
+    user did not begin it in this place.
     """
     if not leads:
         yield None
@@ -36,7 +37,7 @@ def own_work_folder(
             _begin_or_go_on(work, fingerprint, take_over=take_over, say=say)
             yield folder
         except Exception:
-            # While we hold it: a moment before or after, it may be another process'.
+            # Only while this process has the lock: without it, another process may own the folder.
             with contextlib.suppress(OSError, BadInput):
                 folder.check_there()
                 if not there and newest_checkpoint(work) is None:
@@ -45,7 +46,10 @@ def own_work_folder(
 
 
 def _begin_or_go_on(work: Path, fingerprint: str, *, take_over: bool, say: Callable[[str], None]) -> None:
-    """Write the record of a run that begins; BadInput where there is one that is not to be gone on with."""
+    """Write the record of a run that begins, or check the record of one that continues.
+
+    Raises BadInput where the record is another run's, or came from elsewhere without `take_over`.
+    """
     found = RunRecord.read_with_origin(work)
     if found is None:
         check_own(None, work, "", take_over=take_over, say=say)
@@ -65,7 +69,9 @@ def _begin_or_go_on(work: Path, fingerprint: str, *, take_over: bool, say: Calla
 
 
 def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str], data: TrainingData) -> str:
-    """Digest all that the run's numbers depend on, but for the number of processes.
+    """Return a digest of all that the run's numbers depend on.
+
+    The number of processes and options about memory or logging are not in it.
 
     Args:
         loaded: the training config.
@@ -79,7 +85,7 @@ def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str
     about_memory = {"micro_batch", "checkpointing", "cross_entropy", "sharding", "saving"}
     config = loaded.config.model_dump(mode="json", exclude={"log_every", "report_to", *about_memory})
     for source in config["sources"]:
-        # The commit that it stood for is in the data's identity, so a run goes on once its branch has moved.
+        # The data's identity has the commit, so a run continues after its branch has moved.
         source.pop("revision")
     content = {
         "version": __version__,

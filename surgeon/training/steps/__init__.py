@@ -1,1 +1,1 @@
-"""Steps: transformers' Trainer with our optimizer, batches, schedule of evaluations, and trackers."""
+"""Training steps: transformers' Trainer with surgeon's optimizer, batches, schedule of evaluations, and trackers."""

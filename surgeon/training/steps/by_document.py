@@ -1,9 +1,9 @@
-"""Attention document by document: where packed documents are kept apart, none is computed across them.
+"""Attention computed document by document: where packed documents are kept apart, no score across them is computed.
 
-For sequences of several documents transformers makes `sdpa` a mask, and on a CPU that computes all T² scores of a
-sequence of T tokens and throws those away that the mask forbids. Here each document of n tokens is attended to by
-itself: n² / 2 where attention is causal, which needs no mask then, else n². What a token sees is the same; the sum is
-taken in another order, so results differ by rounding.
+For a sequence of several documents transformers gives `sdpa` a mask. On a CPU `sdpa` then computes all T² scores of a
+sequence of T tokens and discards the masked ones. Here attention runs on each document of n tokens separately: it
+computes n² / 2 scores where attention is causal, without a mask, else n². A token sees the same tokens; sums are taken
+in another order, so results differ by rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SDPA = "sdpa"
 
 
 class Span(NamedTuple):
-    """Tokens `begin` to `end` of a sequence, which see none outside; `causal`: each sees all of them up to itself."""
+    """The tokens `begin` to `end` of a sequence, which see no others; `causal`: each sees all of them up to itself."""
 
     begin: int
     end: int
@@ -30,9 +30,10 @@ class Span(NamedTuple):
 
 
 def spans_of(mask: Tensor) -> list[list[Span]] | None:
-    """The documents of each sequence; None where the mask (B 1 T T, true: seen) does not keep any apart.
+    """Return the documents of each sequence by the mask (B 1 T T, true: seen); None where it keeps no documents apart.
 
-    One begins where a token does not see the one before; that none sees out of its own is checked.
+    A document begins where a token does not see the token before it. It is also None where a token sees another
+    document, or the mask has another form.
     """
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
         return None
@@ -53,8 +54,8 @@ def spans_of(mask: Tensor) -> list[list[Span]] | None:
 
 @contextlib.contextmanager
 def by_document() -> Iterator[None]:
-    """Inside, transformers' `sdpa` attends document by document on a CPU, where its mask keeps documents apart."""
-    # Layers share a mask, and look at it once.
+    """Make `sdpa` attend document by document within the context, on a CPU and where its mask keeps documents apart."""
+    # Layers share a mask, which is analysed once.
     known = WeakTensorKeyDictionary()
 
     def attend(
@@ -82,7 +83,7 @@ def by_document() -> Iterator[None]:
 
     before = ALL_ATTENTION_FUNCTIONS[_SDPA]
     if before is not sdpa_attention_forward:
-        # Somebody's own, or inside another of these.
+        # `sdpa` is replaced already: by the user, or by an outer context of this function.
         yield
         return
     ALL_ATTENTION_FUNCTIONS[_SDPA] = attend

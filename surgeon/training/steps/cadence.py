@@ -1,4 +1,4 @@
-"""When a run evaluates, logs and shows what it does."""
+"""The schedule by which a run evaluates, logs and shows its progress."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from surgeon.training.run import Run
 
 
 class Cadence(TrainerCallback):  # type: ignore[misc]
-    """Evaluates, and logs where it saves, so that a resumed run's log is an uninterrupted one's; shows both.
+    """A callback that makes the trainer evaluate, and log where it saves, and shows what was logged.
 
-    `done` steps of the run were made before. The speed and the time that is left are taken from the steps since this
-    call began, without those in which something was measured or saved.
+    Logging at each checkpoint makes a resumed run's log equal to an uninterrupted one's. `done` steps of the run were
+    made by earlier calls. The speed and the remaining time are estimated from the steps since this call began, without
+    the time of evaluations and checkpoints.
     """
 
     def __init__(self, run: Run, done: int) -> None:
         self.run = run
         self.done = done
-        # None: another process shows progress.
+        # None where another process shows progress.
         self.listener = run.listener if run.ranks.leads else None
         self._begun = 0.0
         self._steps = 0
         self._seconds = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The step's clock begins."""
+        """Start the step's clock."""
         self._begun = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Set what is due after this step."""
+        """Stop the step's clock; request the evaluation and the log that are due after this step."""
         self._steps += 1
         self._seconds += time.perf_counter() - self._begun
         last = state.global_step >= state.max_steps
@@ -44,7 +45,7 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Say what was logged."""
+        """Show what was logged: the loss, or held-out losses."""
         if not state.is_world_process_zero or not logs:
             return
         if "loss" in logs:
@@ -65,7 +66,7 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
                 self.listener.rename(f"training ({shown})")
 
     def _pace(self, state: Any, logs: dict[str, Any]) -> str:
-        """The gradient's norm, tokens or examples a second and the time that is left, where they are known."""
+        """Return in words the gradient's norm, tokens or examples per second, and the remaining time, where known."""
         found = f", gradient norm {float(logs['grad_norm']):.3g}" if logs.get("grad_norm") is not None else ""
         if not self._steps:
             return found

@@ -1,8 +1,8 @@
-"""AdamW that keeps a float32 copy of what trains, and a schedule with a floor.
+"""AdamW with a float32 copy of the parameters that train, and a learning-rate schedule with a floor.
 
-A model in bfloat16 trains as it will be used: forward and backward are in bfloat16, so the loss at step 0 is the
-base's own, and what is frozen stays as it is. Only what trains has a float32 master, in the optimizer: an update
-smaller than bfloat16 can show is kept there until it shows.
+A model in bfloat16 trains in the dtype of its later use: forward and backward are in bfloat16, so the loss at step 0
+is the base's own, and frozen parameters keep their bits. Only parameters that train have a float32 master, in the
+optimizer: updates too small for bfloat16 accumulate there until they change the parameter.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from surgeon.training.processes.sharding import dealt_out
 
 
 class MasterAdamW(AdamW):
-    """torch's AdamW on float32 masters of parameters that are narrower; moments are float32 too."""
+    """torch's AdamW on float32 masters of all parameters of narrower dtypes; its moments are float32 too."""
 
     def __init__(self, groups: Any, **options: Any) -> None:
         super().__init__(groups, **options)
-        # One pass over memory for what is a dozen otherwise.
+        # The fused kernel passes once over memory instead of about a dozen times.
         where = {parameter.device.type for group in self.param_groups for parameter in group["params"]}
         if where <= {"cpu", "cuda"}:
             for group in self.param_groups:
@@ -40,7 +40,7 @@ class MasterAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step; `closure` is not for this optimizer."""
+        """Update the masters, and copy them to the parameters; `closure` must be None."""
         assert closure is None
         for parameter, master in self.masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -52,13 +52,13 @@ class MasterAdamW(AdamW):
         return stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's, with `masters` in the order of the parameters."""
+        """Return AdamW's state, and the `masters` in the order of the parameters."""
         with self._on_masters():
             return super().state_dict() | {"masters": list(self.masters.values())}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The state, moments and masters in float32 as they were; whole tensors are dealt out where it is sharded."""
+        """Load a state with its float32 moments and masters; of sharded parameters this process takes its shards."""
         state = dict(state_dict)
         masters = state.pop("masters")
         for master, kept in zip(self.masters.values(), masters, strict=True):
@@ -76,20 +76,20 @@ class MasterAdamW(AdamW):
 
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
-        """Inside, the masters are the parameters that AdamW knows, by which it keeps its state."""
+        """Replace parameters by their masters in AdamW's groups within the context; AdamW's state belongs to these."""
         held = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             group["params"] = [self.masters.get(parameter, parameter) for parameter in group["params"]]
         try:
             yield
         finally:
-            # Loading puts groups of its own in their place.
+            # `load_state_dict` replaces the groups, so parameters are put back into the present ones.
             for group, parameters in zip(self.param_groups, held, strict=True):
                 group["params"] = parameters
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings, *, decayed: set[str]) -> MasterAdamW:
-    """AdamW over what trains; weight decay on the parameters named in `decayed` alone."""
+    """Return AdamW over the parameters that train, with weight decay only on those named in `decayed`."""
     training = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for name, p in training if name in decayed], "weight_decay": settings.weight_decay},
@@ -99,7 +99,7 @@ def make_optimizer(model: torch.nn.Module, settings: Settings, *, decayed: set[s
 
 
 def make_schedule(optimizer: Any, settings: Settings) -> LambdaLR:
-    """Linear warm-up to the peak, then constant, or linear or a cosine down to `min_lr` at the last step."""
+    """Return a schedule: linear warm-up, then constant, or linear or cosine decay to `min_lr` at the last step."""
     floor = settings.min_lr / settings.lr
 
     def factor(step: int) -> float:

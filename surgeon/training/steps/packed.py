@@ -1,15 +1,15 @@
-"""Packed documents kept apart in every forward: for attention without a mask in one row, elsewhere by masks.
+"""Wrappers that keep packed documents apart in every forward: in one row where attention takes no mask, else by masks.
 
 Shapes: B sequences of T tokens, V vocabulary.
 
-Flash attention takes no mask. transformers hands it the boundaries of documents (`cu_seq_lens_q` and the like) or finds
-them where positions begin anew, and the latter in one row alone (`_is_packed_sequence`): of several rows with such
-positions it makes ordinary attention over whole rows, and documents see each other. So here the rows are joined to one,
-1 × B·T, and every forward is given the boundaries; logits come back as B T V.
+Flash attention takes no mask. transformers passes it the boundaries of documents (`cu_seq_lens_q` and the like), or
+finds them where positions restart at 0, but only in a batch of one row (`_is_packed_sequence`). With several rows
+transformers runs ordinary attention over whole rows, and documents see each other. So here the rows are joined to one,
+1 × B·T, and every forward receives the boundaries; its logits are returned as B T V.
 
-Elsewhere transformers keeps packed documents apart by a mask that it makes of `position_ids`; a model's forward must
-pass them on (`create_causal_mask(position_ids=…)`). Falcon, GPT-OSS, OPT, Bloom and others (5.23) do not, so their
-documents see each other. Here the functions that make masks get the positions of the forward that calls them.
+Elsewhere transformers keeps packed documents apart by a mask that it makes from `position_ids`, which a model's forward
+must pass on (`create_causal_mask(position_ids=…)`). Falcon, GPT-OSS, OPT, Bloom and others (transformers 5.23) do not,
+so their documents see each other. Here the functions that make masks receive the positions of the forward.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ _MASKED = ("eager", "sdpa", "flex_attention")
 
 
 def implementation_of(model: Any) -> str:
-    """The name of the attention implementation of a model's text layers."""
+    """Return the name of the attention implementation of a model's text layers."""
     return getattr(model.config.get_text_config(), "_attn_implementation", None) or "eager"
 
 
 def builds_no_mask(model: Any) -> bool:
-    """Whether transformers makes no mask of positions that begin anew, under the model's attention implementation.
+    """Return whether transformers makes no mask from restarting positions, under the model's attention implementation.
 
-    So it is with every flash attention, kernels of the Hub, and implementations registered without a mask function.
+    This is so for every flash attention, kernels of the Hub, and implementations registered without a mask function.
     """
     config = model.config.get_text_config()
-    # Masks of flex attention are compiled, wherever the model is now.
+    # These always make masks. They are not tried out, because flex attention would compile its mask.
     if getattr(config, "_attn_implementation", None) in (None, *_MASKED):
         return False
     positions = torch.tensor([[0, 1, 0, 1]], device=model.device)
     embedded = torch.zeros(1, 4, 1, dtype=model.dtype, device=model.device)
-    # Neither a mask nor a cache is given, by place: the argument's name is not the same in all of transformers.
+    # No mask and no cache, as positional arguments: their names differ between versions of transformers.
     return create_causal_mask(config, embedded, None, None, position_ids=positions) is None
 
 
 def run_in_one_row(model: Any) -> None:
-    """Have every forward of `model` on rows with position ids (B T) run as one row, from now on."""
+    """Replace the forward of `model` by one that runs rows with position ids (B T) as one row."""
     plain = model.forward
     parameters = inspect.signature(plain).parameters.values()
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -68,8 +68,7 @@ def run_in_one_row(model: Any) -> None:
             return plain(*args, **given)
         row = _one_row(given, positions)
         if takes_more and (model.training or not hasattr(model, "surgery")):
-            # Grafts that read a sequence refuse boundaries outside training: there transformers finds them by the
-            # positions.
+            # Outside training, grafts that read a sequence reject boundaries; transformers finds them by the positions.
             row |= _boundaries(positions)
         output = plain(**row)
         output.logits = output.logits.reshape(*positions.shape, -1)
@@ -79,7 +78,7 @@ def run_in_one_row(model: Any) -> None:
 
 
 def _one_row(given: dict[str, Any], positions: Tensor) -> dict[str, Any]:
-    """Inputs of B rows (B T, or B T D) as those of one; `domain_ids` (B) become those of tokens."""
+    """Return the inputs of B rows (B T, or B T D) as inputs of one row; `domain_ids` (B) are repeated per token."""
     row = dict(given)
     for name, value in given.items():
         if not isinstance(value, Tensor):
@@ -96,7 +95,7 @@ def _one_row(given: dict[str, Any], positions: Tensor) -> dict[str, Any]:
 
 
 def _boundaries(positions: Tensor) -> dict[str, Any]:
-    """Return the boundaries that attention without padding takes; a document begins at position 0 or with a row."""
+    """Return the arguments that give attention the boundaries; a document begins at position 0 or with a row."""
     begins = positions == 0
     begins[:, 0] = True
     flat = begins.flatten()
@@ -117,7 +116,10 @@ _MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_ch
 
 
 def give_masks_positions(model: Any) -> None:
-    """Have the masks of every forward of `model` on rows with position ids (B T) made of these, from now on."""
+    """Replace the forward of `model` by one whose masks are made from its position ids (B T).
+
+    Nothing is replaced where no module of the model's code makes such masks.
+    """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     modules = [sys.modules[name] for name in sorted({kind.__module__ for kind in kinds}) if name in sys.modules]
     modules = [module for module in modules if module is not masking_utils and _places(module)]
@@ -137,7 +139,7 @@ def give_masks_positions(model: Any) -> None:
 
 
 def _places(module: ModuleType) -> list[str]:
-    """Which of transformers' functions that make masks a module of a model's code has."""
+    """Return which of transformers' mask-making functions a module of a model's code has imported."""
     return [name for name in _MAKERS if getattr(module, name, None) is getattr(masking_utils, name)]
 
 
@@ -157,7 +159,7 @@ def _with_positions(make: Callable[..., Any], positions: Tensor) -> Callable[...
     def made(*args: Any, **named: Any) -> Any:
         mask = named.get("attention_mask")
         if len(args) < 3 and named.get("position_ids") is None and cache_in(named) is None:
-            # Where the model itself makes a mask that leaves nothing out, none was given to it.
+            # A mask that leaves nothing out is one that the model itself made, so it counts as none.
             if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
                 mask = None
             if mask is None:

@@ -1,9 +1,9 @@
-"""transformers' Trainer, thinly: our batches, our optimizer, loss by source, trackers, checkpoints of what trains.
+"""A thin subclass of transformers' Trainer: own batches, optimizer, loss by source, and checkpoints of what trains.
 
-A micro-batch has a share of the accumulated batch, over all processes: by labels, by original tokens, by others. Every
-term of the loss is a mean over some tokens of the accumulated batch; a micro-batch adds its part of it. The runtime
-scales the mean that a micro-batch finds by its share of the labels. That is right for means over all tokens; of a mean
-over the tokens of some domains it would let a sequence count the more, the fewer of its domain come with it.
+Every term of the loss is a mean over some tokens of the accumulated batch, over all processes, and each micro-batch
+adds its part. The runtime scales a micro-batch's mean by the micro-batch's share of the labels. This is right for means
+over all tokens, but wrong for a mean over the tokens of some domains: a sequence would count more where its micro-batch
+has fewer tokens of its domain. So the trainer has such terms scaled by the share of those tokens instead (`weighed`).
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from surgeon.training.trainable.trainable_set import TrainedParameters, check_se
 
 TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"
-# In a batch: its share of the accumulated one.
+# Key of a batch: its factors for the losses of the runtime (`Objective.shares`).
 _SHARE = "share"
 
 
 @contextlib.contextmanager
 def whole_loss(run: Run, model: nn.Module, batch: dict[str, Any], fused: FusedHead | None) -> Iterator[None]:
-    """Inside, a forward of `model` on the step's next micro-batch has the whole loss, with what the remedies add.
+    """Make a forward on the step's next micro-batch return the whole loss, with the remedies' terms, in the context.
 
-    Keys of `batch` that the model does not take are dropped. `fused` computes the loss without logits; None: the model
-    itself does.
+    Keys of `batch` that the model does not accept are removed. `fused` computes the loss without logits; None: the
+    model itself computes it.
     """
     with contextlib.ExitStack() as stack:
         for remedy in run.remedies:
             stack.enter_context(remedy.loss(batch))
         batch.pop(NUMBERS, None)
         if not hasattr(model, "surgery"):
-            # A native model knows no domains.
+            # A native model does not accept domains.
             batch.pop("domain_ids", None)
         if fused is not None:
             stack.enter_context(fused.armed())
@@ -60,7 +60,7 @@ def whole_loss(run: Run, model: nn.Module, batch: dict[str, Any], fused: FusedHe
 
 
 class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers is not typed
-    """Trains the parameters of a model whose requires_grad is set already."""
+    """A trainer of the parameters of a model whose requires_grad is set."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         fused: FusedHead | None,
         saving: Saving,
     ) -> None:
-        """Take over what a run consists of.
+        """Set up the trainer of a run.
 
         Args:
             model: the model, with requires_grad set.
-            args: what transformers' Trainer is to do.
-            run: its numbers, its texts, and what is added to the loss.
-            parameters: what trains, and what else is published.
-            batches: what this process trains on.
-            callbacks: called by transformers' Trainer.
-            fused: what computes the loss without logits; None: the model itself does.
+            args: the arguments of transformers' Trainer.
+            run: the run: its numbers, its texts and its remedies.
+            parameters: the parameters that train, and others that are published.
+            batches: the micro-batches of this process.
+            callbacks: callbacks for transformers' Trainer.
+            fused: the head that computes the loss without logits; None: the model itself computes it.
             saving: writes checkpoints.
         """
         super().__init__(model=model, args=args, callbacks=list(callbacks))
@@ -96,49 +96,50 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.parameters = parameters
         self.batches = batches
         self.fused = fused
-        # Seconds in which no step was made: evaluations and checkpoints.
+        # Seconds spent on evaluations and checkpoints.
         self.aside = 0.0
         self.saving = saving
         if not run.objective.packs:
-            # Heads take the mean over a micro-batch, and these have all as many examples: Trainer takes their mean.
+            # A head's loss is the mean over a micro-batch. All micro-batches have equally many examples, so Trainer may
+            # average their losses.
             self.model_accepts_loss_kwargs = False
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as Trainer does; at the end, whatever ended it, no checkpoint is being written any more."""
+        """Train as Trainer does; also after an error, return only once no checkpoint is being written."""
         with self.saving:
             return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """Our batches; nothing is fetched ahead of the step that trains on it."""
+        """Return the batches; none is fetched before the step that trains on it."""
         return self.batches
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """AdamW over exactly the parameters that train: the last check before the first step."""
+        """Make AdamW, and check that it has exactly the parameters that train: the last check before the first step."""
         if self.optimizer is None:
             whole = self.model if model is None else model
-            # Of a parameter of which a part does not train nothing decays.
+            # A parameter that trains only in part has no weight decay.
             decayed = set(self.get_decay_parameter_names(whole)) - self.parameters.fixed.keys()
             self.optimizer = make_optimizer(whole, self.run.settings, decayed=decayed)
             check_set(self.model, self.parameters.names, optimizer=self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The settings' schedule."""
+        """Make the schedule of the run's settings."""
         if self.lr_scheduler is None:
             self.lr_scheduler = make_schedule(optimizer or self.optimizer, self.run.settings)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Make a step as Trainer does. Raises Diverged, before any update, where the loss is no finite number."""
+        """Run a micro-batch as Trainer does. Raises Diverged, before any update, where the loss is not finite."""
         self.saving.check()
         with by_document():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        # From the last micro-batch on the gradients are those of the whole step.
+        # After the last micro-batch the gradients are those of the whole step.
         for remedy in self.run.remedies if self.accelerator.sync_gradients else ():
             if (pulled := remedy.pull()) is not None:
                 loss = loss + pulled
-        # Of all processes: one that stopped alone would leave the others waiting for it.
+        # Summed over all processes, so that all stop together: if one stopped, the others would wait for it.
         total = loss.detach().to(torch.float32, copy=True)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(total)
@@ -147,7 +148,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return loss
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Fetch micro-batches as Trainer does; each gets its share of what counts in all of them and all processes."""
+        """Fetch a step's micro-batches as Trainer does, and give each its factors (`Objective.shares`)."""
         samples, items = super().get_batch_samples(*args, **kwargs)
         for batch, share in zip(samples, self.run.objective.shares(samples, self.args.device), strict=True):
             batch[_SHARE] = share
@@ -156,12 +157,12 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return samples, items
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as Trainer does, with the fused head and what remedies add, where there are any."""
+        """Compute the loss as Trainer does, with the fused head and the remedies' terms, where there are any."""
         with weighed(self.model, inputs.pop(_SHARE)), whole_loss(self.run, self.model, inputs, self.fused):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as Trainer does, with the mean of what each remedy adds."""
+        """Log as Trainer does, and add the mean of each remedy's term."""
         for remedy in self.run.remedies if "loss" in logs else ():
             if remedy.logged is not None and (mean := remedy.take()) is not None:
                 logs[remedy.logged[0]] = mean
@@ -183,7 +184,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         )
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Return the figures of every source's held-out sequences (`Objective.judged`); all processes call."""
+        """Return by source the figures of its held-out sequences (`Objective.judged`); all processes call this."""
         run = self.run
         found = {name: run.objective.judged(run, self.model, held) for name, held in run.data.validation.items()}
         let_go(self.model)
@@ -191,13 +192,13 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Return the figures of every source's held-out sequences, logged as `eval_NAME_loss` and the like."""
+        """Measure and log the figures of every source's held-out sequences, as `eval_NAME_loss` and the like."""
         with self._aside():
             found = self.figures()
         metrics = {f"eval_{name}_{key}": value for name, figures in found.items() for key, value in figures.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        # So that the best is always there, and not after the checkpoint that a run goes on from.
+        # A step that is the best so far is saved at once, so that its checkpoint exists when the run is resumed.
         better = self._best_step() == self.state.global_step
         self.control.should_save = self.control.should_save or better
         return metrics
@@ -224,7 +225,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _taken(self, state: Any) -> Any:
-        """A nest of tensors as it is now, also when it is written beside the steps that follow."""
+        """Return a nest of tensors made whole, and copied where it is written while later steps run."""
         return gathered(state, copy=self.saving.beside)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -241,7 +242,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """The time inside is no step's."""
+        """Add the time spent within the context to `aside`, as it is not time of steps."""
         begun = time.perf_counter()
         try:
             yield
@@ -263,13 +264,13 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, and the buffers that fitted tensors are, by name."""
+    """Return parameters and buffers by name; fitted tensors are buffers."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 @contextlib.contextmanager
 def weighed(model: Any, factors: Mapping[str, float]) -> Iterator[None]:
-    """Inside, the model's layers weigh their losses by this micro-batch's share of the tokens that they are about."""
+    """Multiply the loss weights of the model's layers within the context by `factors`, which has them by loss name."""
     with contextlib.ExitStack() as back:
         for layer in model.modules():
             weights = vars(layer).get("loss_weights")
@@ -280,7 +281,7 @@ def weighed(model: Any, factors: Mapping[str, float]) -> Iterator[None]:
 
 
 def training_arguments(run: Run) -> TrainingArguments:
-    """Return the arguments of transformers' Trainer for a run; trackers know it by its folder's name."""
+    """Return the arguments of transformers' Trainer for a run; trackers show the run under its folder's name."""
     settings, config = run.settings, run.loaded.config
     transformers_logging.set_verbosity_error()
     args = TrainingArguments(
@@ -296,16 +297,16 @@ def training_arguments(run: Run) -> TrainingArguments:
         logging_nan_inf_filter=False,
         save_strategy="steps",
         save_steps=config.save_every,
-        # `complete` lets go of old ones: only once the new one counts.
+        # `complete` removes old checkpoints, once the new one counts.
         save_total_limit=None,
         ignore_data_skip=True,
-        # Trackers are callbacks that are given (`open_trackers`).
+        # Trackers are passed as callbacks (`open_trackers`).
         report_to=[],
         disable_tqdm=True,
         seed=settings.seed,
         use_cpu=run.device == "cpu",
     )
     if args.device.type == "cuda":
-        # One process trains on one device; several devices are for torchrun.
+        # One process trains on one device; use torchrun for several devices.
         args._n_gpu = 1
     return args

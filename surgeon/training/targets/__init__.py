@@ -1,4 +1,4 @@
-"""What a run trains: one file each, chosen by the config's `what` or `lora`."""
+"""Targets, which decide what a run trains: one file each, chosen by the config's `what` or `lora`."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ TARGETS: tuple[type[Target], ...] = (Lora, Last, Added, Base, All, Layers, Head)
 
 
 def target_of(config: TrainConfig) -> type[Target]:
-    """Return the kind of target that a config names; the schema lets no other config through."""
+    """Return the class of the target that a config names; the schema ensures that there is one."""
     return next(kind for kind in TARGETS if kind.named_by(config))

@@ -11,7 +11,7 @@ class All(OwnTensors):
     what = "all"
 
     def notes(self) -> list[str]:
-        """Say that the base's own tensors are among them."""
+        """Warn that the base's own tensors train too, where a surgery added tensors."""
         if self.manifest is None or not self.manifest.operations:
             return []
         return ["`what: all` is every tensor, the base's own too; `added` are those that surgeries added"]

@@ -1,4 +1,4 @@
-"""`what: head`: the classification head alone, which texts with labels train beside every other target too."""
+"""`what: head`: only the classification head, which texts with labels train in addition to every other target."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from surgeon.training.targets.target import OwnTensors
 
 
 class Head(OwnTensors):
-    """Nothing but the head, which `objectives.labels` adds to every target."""
+    """The classification head only, which `objectives.labels` adds to every target."""
 
     what = "head"
 
     def names(self) -> TrainableSet:
-        """Return the empty set."""
+        """Return the empty set, to which the objective adds the head."""
         return TrainableSet((), ())

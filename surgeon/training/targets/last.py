@@ -1,4 +1,4 @@
-"""`what: last`, the default: new tensors of the last surgery, or of those of its operations that `what` numbers."""
+"""`what: last`, the default: new tensors of the last surgery, or of its operations whose numbers `what` lists."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from surgeon.training.targets.target import OwnTensors
 
 
 class Last(OwnTensors):
-    """The new tensors of the last surgery."""
+    """The new tensors of the last surgery, or of some of its operations."""
 
     @classmethod
     def named_by(cls, config: TrainConfig) -> bool:
-        """Whether `what` is its word, numbers, or left out without a LoRA."""
+        """Return whether `what` is `last`, a list of numbers, or left out without a LoRA."""
         if config.what is None:
             return config.lora is None
         return config.what == "last" or isinstance(config.what, list)
 
     def names(self) -> TrainableSet:
-        """Return them. Raises BadInput, which says what else could train where nothing was asked for."""
+        """Return these tensors. Raises BadInput; where `what` is left out, its message names what else could train."""
         config = self.loaded.config
         if config.what is not None:
             return super().names()

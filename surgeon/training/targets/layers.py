@@ -1,4 +1,4 @@
-"""`what: {layers: …}`: layers of the model as it is, whole."""
+"""`what: {layers: …}`: all tensors of some layers, which are numbered as in the model to train."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ class Layers(OwnTensors):
 
     @classmethod
     def named_by(cls, config: TrainConfig) -> bool:
-        """Whether `what` selects layers."""
+        """Return whether `what` selects layers."""
         return isinstance(config.what, LayersSpec)

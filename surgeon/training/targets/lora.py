@@ -1,10 +1,11 @@
 """`lora: {…}`: a LoRA over a frozen model (Hu et al., 2022), by PEFT: h = W x + s · B A x, s = alpha / rank.
 
-With DoRA (Liu et al., 2024) the rows of W + s · B A get lengths m of their own, which begin as those of W's.
+With DoRA (Liu et al., 2024) the rows of W + s · B A are scaled to trained lengths m, which begin as the lengths of W's
+rows.
 
-The adapter's values have the model's dtype, with float32 masters in the optimizer, as everything that trains. PEFT's
-own modules compute it, so what is saved loads in PEFT as it was; RUN's weights are W + s · B A, as `merge_adapter`
-computes and rounds it. Which matrices it adapts is known from headers alone, without torch.
+The adapter has the model's dtype, with float32 masters in the optimizer, like every tensor that trains. PEFT's own
+modules compute it, so a saved adapter loads in PEFT unchanged. RUN's weights are W + s · B A, which `merge_adapter`
+computes and rounds in the same way. The matrices that a LoRA adapts are found from headers, without torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from surgeon.training.trainable.trainable_set import TrainedParameters
     from surgeon.writing.compute import Evaluator
 
-# What PEFT calls an adapter where nobody names it, and how its own model class begins all names.
+# PEFT's default name of an adapter, and the prefix of all parameter names in PEFT's own model class.
 _ADAPTER, _PEFT = "default", "base_model.model."
 _WEIGHT = ".weight"
 # DoRA's m.
@@ -45,13 +46,13 @@ _BLOCKS = {"attention": (ATTENTION,), "ffn": (FFN,), "all": (ATTENTION, FFN)}
 
 
 class Lora(Target):
-    """The product B A beside some matrices, merged into them once the run is published."""
+    """The product B A, added to some matrices, which publishing merges into them."""
 
     changes_in_steps = False
 
     @classmethod
     def named_by(cls, config: TrainConfig) -> bool:
-        """Whether the config has `lora`."""
+        """Return whether the config has `lora`."""
         return config.lora is not None
 
     @property
@@ -61,10 +62,10 @@ class Lora(Target):
         return self.loaded.config.lora
 
     def names(self) -> TrainableSet:
-        """Return the matrices that it adapts, all of whose values its product changes.
+        """Return the matrices that the LoRA adapts; merging changes all values of each.
 
-        Raises BadInput where PEFT is not installed, a module is not there, or a block has weights that no linear module
-        holds (experts), so that a part of it would stay as it is.
+        Raises BadInput where PEFT is not installed, a named module does not exist, a matrix has new rows or columns
+        next to the base's, or a block has weights outside linear modules (experts), which could not be adapted.
         """
         out, where, targets = self.out, self.loaded.where("lora"), self.spec.targets
         if importlib.util.find_spec("peft") is None:
@@ -81,11 +82,11 @@ class Lora(Target):
         return TrainableSet(names, (), {}, frozenset(names) & {*base.names}, title)
 
     def attach(self, model: Any, wanted: TrainableSet) -> TrainedParameters:
-        """Freeze the model and put the LoRA at its matrices; a classification head trains whole beside it.
+        """Freeze the model and add the LoRA to its matrices; a classification head trains whole as well.
 
-        Each A is drawn by (seed, its module's name), U(−1/√in, 1/√in) as in PEFT; B is zero, so the model computes what
-        it did. Raises BadInput where a tensor is no matrix of a linear module, or makes up a parameter with others, and
-        for DoRA on rows of zeros.
+        Each A is drawn from U(−1/√in, 1/√in) as in PEFT, by (seed, the parameter's name). B is zero, so the model's
+        outputs do not change. Raises BadInput where a tensor is no matrix of a linear module, is tied, or is only a
+        part of a parameter; where PEFT adapts another module of the same name; and for DoRA on rows of zeros.
         """
         import peft
         from transformers.pytorch_utils import Conv1D
@@ -127,7 +128,7 @@ class Lora(Target):
         return TrainedParameters(tuple(names))
 
     def publish(self, trained: Path, wanted: TrainableSet, called: str) -> Values:
-        """Return the stored weights with s · B A merged into them, and the adapter as PEFT saves one."""
+        """Return the stored weights with s · B A merged into them, and the adapter in PEFT's file format."""
         from safetensors.torch import load_file
         from transformers.pytorch_utils import Conv1D
 
@@ -140,7 +141,7 @@ class Lora(Target):
         tensors: dict[str, Tensor] = {}
         adapter: dict[str, Tensor] = {}
         whole: dict[str, None] = {}
-        # A classification head's, whole.
+        # Tensors of a classification head, which trains whole.
         for name in [name for name in values if ".lora_" not in name]:
             value = values.pop(name)
             tensors[on_disk[name]] = value.to(stored_dtype(out.tensors[on_disk[name]].dtype))
@@ -170,9 +171,10 @@ class Lora(Target):
         return Values(tensors, dict(sorted(adapter.items())), config)
 
     def _config(self, modules: Sequence[str], called: str, *, transposed: bool, whole: Sequence[str]) -> bytes:
-        """Return the adapter_config.json for PeftModel.from_pretrained(`called`, RUN/adapter).
+        """Return the adapter_config.json by which PEFT loads RUN/adapter onto the model called `called`.
 
-        `transposed`: matrices are stored inputs by outputs. `whole` are a classification head's modules.
+        `modules` are the adapted modules, `whole` the modules of a classification head. `transposed`: matrices are
+        stored as inputs × outputs.
         """
         alpha = self.spec.scale * self.spec.rank
         content = {
@@ -198,7 +200,10 @@ class Lora(Target):
 
 
 def _of_blocks(anatomy: Anatomy, targets: str, where: str) -> set[str]:
-    """Return the matrices of linear modules in the layers' FFN, attention, or both. Raises BadInput."""
+    """Return the matrices of linear modules in the layers' FFN, attention, or both.
+
+    Raises BadInput where such a block has matrices outside linear modules, or there is nothing to adapt.
+    """
     found: set[str] = set()
     for index, tensors in enumerate(anatomy.layers):
         linear = anatomy.linear(index)
@@ -226,9 +231,10 @@ def _of_blocks(anatomy: Anatomy, targets: str, where: str) -> set[str]:
 
 
 def _of_encoder(suffix: str, linear: Collection[str], targets: str) -> bool:
-    """Whether an encoder's tensor is the matrix of a linear module of these blocks.
+    """Return whether an encoder's tensor is the matrix of a linear module in the blocks that `targets` names.
 
-    Every type calls attention's modules so; what else is linear in a layer is the FFN.
+    In every encoder type the names of attention modules contain `attention` or `attn`; the other linear modules of a
+    layer are the FFN.
     """
     module = suffix.removesuffix(_WEIGHT)
     if module == suffix or module not in linear:
@@ -238,7 +244,7 @@ def _of_encoder(suffix: str, linear: Collection[str], targets: str) -> bool:
 
 
 def _named(out: CheckpointFolder, targets: Sequence[str], where: str) -> set[str]:
-    """Return the matrices of modules that end in these names. Raises BadInput for a name that no module has."""
+    """Return the matrices of modules whose names end in one of `targets`. Raises BadInput for one without a module."""
     found: set[str] = set()
     for target in targets:
         held = {name for name in out.tensors if f".{name}".endswith(f".{target}{_WEIGHT}")}
@@ -252,7 +258,10 @@ def _named(out: CheckpointFolder, targets: Sequence[str], where: str) -> set[str
 
 
 def _modules(model: Any, wanted: Sequence[str], base_names: Iterable[str]) -> dict[str, Any]:
-    """Return the linear modules whose weights these tensors on disk are. Raises BadInput."""
+    """Return by name the linear modules whose weights these tensors on disk are.
+
+    Raises BadInput for a tensor that is no such weight, or is tied to another one.
+    """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -280,7 +289,7 @@ def _modules(model: Any, wanted: Sequence[str], base_names: Iterable[str]) -> di
 
 
 def _shared(model: nn.Module) -> set[str]:
-    """Return the names of parameters that have another name too."""
+    """Return the names of parameters that have more than one name (tied weights)."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -288,9 +297,9 @@ def _shared(model: nn.Module) -> set[str]:
 
 
 def _begin(parameter: nn.Parameter, dtype: torch.dtype, drawn_by: str) -> None:
-    """Give A or B its values at birth, in the model's dtype, which sharding and the optimizer's masters ask for.
+    """Set A or B to its values at birth, in the model's dtype, which sharding and the optimizer's masters require.
 
-    DoRA's lengths are PEFT's own: those of W's rows, as B is zero for both.
+    DoRA's lengths keep the values that PEFT computed: the lengths of W's rows, as B A is zero.
     """
     import torch
 
@@ -303,14 +312,14 @@ def _begin(parameter: nn.Parameter, dtype: torch.dtype, drawn_by: str) -> None:
 
 
 def _imported(name: str, values: Mapping[str, Tensor]) -> Imported:
-    """Return the recipe of a trained value."""
+    """Return the recipe that reads a trained tensor of the adapter."""
     value = values[name]
     dtype = next(key for key, of in FLOAT_DTYPES.items() if f"torch.{of.torch}" == str(value.dtype))
     return Imported("adapter", "trained", name, dtype, tuple(value.shape))
 
 
 def _bench_of(out: CheckpointFolder, values: Mapping[str, Tensor]) -> Evaluator:
-    """Return what recipes compute with: an output's tensors, and trained values in the place of an adapter's."""
+    """Return an evaluator of recipes, which reads the output's tensors, and as the adapter's tensors `values`."""
     from surgeon.writing.compute import Evaluator
 
     class Bench(Evaluator):

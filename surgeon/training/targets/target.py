@@ -1,4 +1,4 @@
-"""What a run trains, by any name: which tensors they are, how they are set to train, and what is published of them."""
+"""The interface of targets: which tensors a run trains, how they are set to train, and what is published of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Values(NamedTuple):
-    """Trained tensors by their names on disk; of an adapter its own tensors by PEFT's names, and its config."""
+    """Trained tensors by their names on disk; with an adapter also its tensors by PEFT's names, and its config file."""
 
     tensors: dict[str, Tensor]
     adapter: Mapping[str, Tensor] | None = None
@@ -32,43 +32,43 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True)
 class Target(ABC):
-    """Tensors of `out` that a config has trained; `manifest` is None where there was no surgery."""
+    """The tensors of `out` that a config selects to train; `manifest` is None where there was no surgery."""
 
     loaded: LoadedConfig
     out: CheckpointFolder
     manifest: Manifest | None
     anatomy: Anatomy
-    # transformers' class of the model; None: a decoder's.
+    # The name of the transformers auto class that builds the model; None: the one for decoders.
     auto: str | None
 
-    # Whether a step changes the model's own tensors; else only publishing does.
+    # Whether a training step changes the model's own tensors; otherwise only publishing does.
     changes_in_steps: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod
     def named_by(cls, config: TrainConfig) -> bool:
-        """Whether a config names this target."""
+        """Return whether a config names this target."""
 
     @abstractmethod
     def names(self) -> TrainableSet:
-        """Return the tensors that train, but for those that the objective adds. Raises BadInput."""
+        """Return the tensors that train, without those that the objective adds. Raises BadInput."""
 
     def notes(self) -> list[str]:
-        """Return what the user should know of it before the run."""
+        """Return what the user should know of this target before the run, a line each."""
         return []
 
     @abstractmethod
     def attach(self, model: Any, wanted: TrainableSet) -> TrainedParameters:
-        """Let exactly `wanted` train, and return what that is in the loaded model. Raises BadInput, WrongSet."""
+        """Set exactly `wanted` to train; return its parameters in the loaded model. Raises BadInput, WrongSet."""
 
     @abstractmethod
     def publish(self, trained: Path, wanted: TrainableSet, called: str) -> Values:
-        """Return the tensors that training changed.
+        """Return the tensors that training changed, as they are published.
 
         Args:
             trained: the checkpoint's file of trained values.
-            wanted: what was to train.
-            called: what an adapter's config calls the model.
+            wanted: the tensors that were to train.
+            called: the name of the model in an adapter's config.
         """
 
     def blank(self) -> Any:
@@ -81,18 +81,18 @@ class Target(ABC):
 
 
 class OwnTensors(Target):
-    """Tensors of the model itself, which the steps change."""
+    """Tensors of the model itself, which the training steps change."""
 
-    # The config's word for it.
+    # The value of the config's `what` that names this target.
     what: ClassVar[str]
 
     @classmethod
     def named_by(cls, config: TrainConfig) -> bool:
-        """Whether `what` is its word."""
+        """Return whether `what` names this target."""
         return config.what == cls.what
 
     def names(self) -> TrainableSet:
-        """Return the tensors that the config's `what` names; a BadInput of it begins with the file and line."""
+        """Return the tensors that the config's `what` names. Raises BadInput, whose message has the file and line."""
         what = self.loaded.config.what
         assert what is not None and what != "head"
         try:
@@ -101,7 +101,7 @@ class OwnTensors(Target):
             raise BadInput(f"{self.loaded.where('what')}`what`: {error}") from None
 
     def attach(self, model: Any, wanted: TrainableSet) -> TrainedParameters:
-        """Unfreeze them; of what trains in part the rest gets no gradient."""
+        """Unfreeze the tensors; where a tensor trains in part, its fixed part gets no gradient."""
         from surgeon.training.trainable.trainable_set import TrainedParameters, hold_fixed, unfreeze
 
         names = unfreeze(model, wanted, base_names=self.out.tensors)
@@ -120,6 +120,6 @@ class OwnTensors(Target):
         tensors = load_file(trained)
         if tensors.keys() == set(wanted.names):
             return Values(tensors)
-        # Of a tied tensor that the checkpoint holds twice, one was trained.
+        # The checkpoint stores a tied tensor under two names, and the file has only one of them.
         stored = StoredNames(self.blank(), self.out.tensors)
         return Values(stored.on_disk(tensors, also=wanted.names))

@@ -1,1 +1,1 @@
-"""What trains in a loaded model: exactly the wanted parameters, set and checked."""
+"""The parameters that train in a loaded model: exactly the wanted ones, which are set and checked here."""

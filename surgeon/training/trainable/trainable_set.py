@@ -1,8 +1,8 @@
-"""Exactly the wanted parameters train: set on the model, and checked before the first step.
+"""Functions that set exactly the wanted parameters of a model to train, and check them before the first step.
 
-They have names on disk, as manifests and plans say them, and names in the loaded model. Most are the same. Of a mixture
-of experts a checkpoint may hold one tensor for each expert where the model has one for all: transformers makes the one
-of the other when it loads, and the reverse when it saves; here it is asked for both.
+Manifests and plans use a tensor's name on disk; a loaded model may use another name. Most names are the same. For a
+mixture of experts a checkpoint may store one tensor per expert where the model has one parameter for all experts:
+transformers converts between them when it loads and when it saves. This module asks transformers for both conversions.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from surgeon.manifest.trainable import Fixed, TrainableSet
 
 
 class WrongSet(SurgeonError):
-    """Other parameters would train than are to."""
+    """The parameters that would train are not exactly the wanted ones."""
 
 
 class StoredNames:
-    """Maps tensors on disk, called `names` (one may come twice), to those of a loaded `model`, and back."""
+    """A map from tensors on disk, `names` (duplicates allowed), to parameters and buffers of a `model`, and back."""
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
         self.model = model
         held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         held |= {name for name, _ in model.named_buffers()}
         names = dict.fromkeys(names)
-        # Where names are the same, transformers is not asked.
+        # Only names that differ need transformers' conversion.
         apart = [name for name in names if name not in held]
         self._made = {name: Made((name,), False) for name in names if name in held}
         self._made |= made_of(model, apart) if apart else {}
@@ -43,9 +43,9 @@ class StoredNames:
                 self._sources.setdefault(target, []).append(name)
 
     def in_memory(self, names: Iterable[str]) -> list[str]:
-        """The parameters that these tensors on disk make; buffers do not train.
+        """Return the parameters that are made from these tensors on disk; buffers are left out, as they do not train.
 
-        Raises WrongSet where one is made of others too.
+        Raises WrongSet where a parameter is also made from a tensor that is not among `names`.
         """
         wanted = set(names)
         buffers = {name for name, _ in self.model.named_buffers()}
@@ -59,24 +59,25 @@ class StoredNames:
         return list(found)
 
     def targets(self, name: str) -> tuple[str, ...]:
-        """The parameters, or buffers, that this tensor on disk is a part of."""
+        """Return the parameters or buffers that are made from this tensor on disk, alone or with others."""
         return self._made[name].names
 
     def sources(self, target: str) -> list[str]:
-        """The tensors on disk that make a parameter."""
+        """Return the tensors on disk from which a parameter is made."""
         return self._sources.get(target, [])
 
     def alone(self, name: str) -> str | None:
-        """The parameter that this tensor on disk makes alone, and as it is; None where it is converted."""
+        """Return the parameter that is this tensor on disk; None where it is converted or combined with others."""
         made = self._made[name]
         if made.converted or len(made.names) != 1 or self._sources[made.names[0]] != [name]:
             return None
         return made.names[0]
 
     def on_disk(self, tensors: Mapping[str, Tensor], *, also: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Tensors by their names in memory as they are stored. Raises WrongSet where transformers stores others.
+        """Convert tensors, given by their names in memory, to tensors by their names on disk.
 
-        Those of `also` that are other names of the same parameters get the same values (tied embeddings stored twice).
+        A name in `also` that is another name of the same parameter gets the same value (tied embeddings stored twice).
+        Raises WrongSet where transformers would store other names than the checkpoint has.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -107,10 +108,10 @@ class StoredNames:
 
 @dataclass(frozen=True)
 class TrainedParameters:
-    """Parameters of a loaded model that a run publishes.
+    """The parameters of a loaded model that a run publishes.
 
-    `names` train, in the model's order; of some of them so many numbers are `fixed`. `fitted` got their values before
-    the first step.
+    `names` train, in the model's order. `fixed` has, by name, how many numbers of a parameter do not train. `fitted`
+    got their values before the first step.
     """
 
     names: tuple[str, ...]
@@ -119,15 +120,15 @@ class TrainedParameters:
 
     @property
     def published(self) -> tuple[str, ...]:
-        """All of them."""
+        """The names of all published parameters: the ones that train, then the fitted ones."""
         return (*self.names, *self.fitted)
 
 
 def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> list[str]:
-    """Let exactly the parameters of `wanted` train, and return their names in the model, in its order.
+    """Set exactly the parameters of `wanted` to train; return their names in the model, in the model's order.
 
-    `wanted` are tensors on disk, `base_names` all that the checkpoint has. Raises WrongSet where the model has no such
-    parameter, the checkpoint no such tensor, or a parameter is made of tensors that are not to train too.
+    `wanted` names tensors on disk; `base_names` are all tensors of the checkpoint. Raises WrongSet where the model has
+    no such parameter, the checkpoint has no such tensor, or a parameter is also made from tensors that must not train.
     """
     absent = [name for name in wanted.names if name not in base_names and not _is_tied(model, name)]
     if absent:
@@ -146,11 +147,11 @@ def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[s
 
 
 def hold_fixed(model: nn.Module, wanted: TrainableSet, *, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
-    """Keep the gradient from what is fixed of parameters that train in part; how many numbers, by names in the model.
+    """Zero the gradient of the fixed parts of parameters; return how many numbers are fixed, by the parameter's name.
 
-    Their gradient is zero from the beginning, so AdamW's moments are, and without weight decay an update of exactly
-    zero leaves them as they are. `tensors` are all of the checkpoint's: of what transformers makes of several, or
-    converts, is fixed what it makes of their fixed parts.
+    Their gradient is zero from the first step on, so AdamW's moments are zero too. Without weight decay the update is
+    then exactly zero, and the fixed numbers do not change. `tensors` are all tensors of the checkpoint. In a parameter
+    that transformers converts, or makes from several tensors, the fixed part is what the fixed parts on disk become.
     """
     stored = StoredNames(model, (*tensors, *wanted.names)) if wanted.fixed else None
     held: dict[str, int] = {}
@@ -159,7 +160,7 @@ def hold_fixed(model: nn.Module, wanted: TrainableSet, *, tensors: Mapping[str, 
         if stored is None or name not in wanted.fixed:
             continue
         for target in stored.targets(name):
-            # Of tied embeddings one name is the parameter's, the other only leads to it.
+            # Tied embeddings have two names, of which `named_parameters` has one.
             if target not in parameters or target in held:
                 continue
             if stored.alone(name) == target:
@@ -178,7 +179,7 @@ def hold_fixed(model: nn.Module, wanted: TrainableSet, *, tensors: Mapping[str, 
 def _made_of_parts(
     model: nn.Module, target: str, shapes: Mapping[str, tuple[int, ...]], fixed: Mapping[str, Fixed]
 ) -> Tensor:
-    """What trains of a parameter that transformers makes of these tensors on disk: true there, of its shape."""
+    """Return a mask of a parameter that transformers makes from these tensors on disk: true where it trains."""
     parts = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     for name, part in parts.items():
         for held in fixed[name].slices if name in fixed else ():
@@ -188,7 +189,7 @@ def _made_of_parts(
 
 
 def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
-    """A hook that takes the gradient of what is fixed away, before it is added up, clipped or sent anywhere."""
+    """Return a hook that zeroes the gradient of the fixed parts, before it is accumulated, clipped or reduced."""
 
     def hook(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
@@ -200,7 +201,7 @@ def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
 
 
 def check_set(model: nn.Module, wanted: Iterable[str], *, optimizer: Any = None) -> None:
-    """Raise WrongSet unless the parameters that train, and those of an optimizer, are exactly those of `wanted`."""
+    """Raise WrongSet unless exactly the parameters `wanted` train, and an optimizer, if given, has exactly these."""
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in wanted if name in names}
     training = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -220,5 +221,5 @@ def check_set(model: nn.Module, wanted: Iterable[str], *, optimizer: Any = None)
 
 
 def _is_tied(model: nn.Module, name: str) -> bool:
-    """Whether the tensor is another name of a parameter (a tied output embedding)."""
+    """Return whether a parameter has this name, also as its second name (a tied output embedding)."""
     return name in dict(model.named_parameters(remove_duplicate=False))
