@@ -27,7 +27,7 @@ from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.models.layer_choice import By, LayersOut, Stack, collapsed, runs_above
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase, Scale, digest_of_file
+from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
 from surgeon.operations.selectors import Index, select_layers
 from surgeon.operations.sites import check_grafts
 
@@ -76,11 +76,6 @@ class LayerFacts(Facts):
     def becomes(self) -> dict[int, dict[int, int]]:
         """Return, for each layer that others are merged into, the factor of each layer in the sum."""
         return {int(layer): {int(of): by for of, by in made.items()} for layer, made in self.merged.items()}
-
-    def small(self, scale: Scale) -> LayerFacts:
-        """Return the facts for a twin, in which only the silent layers that are dropped are silent."""
-        gone = {layer for layers in scale.blueprint.dropped.values() for layer in layers}
-        return self.model_copy(update={"silent": [layer for layer in self.silent if layer in gone]})
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
         """Check that the layers recorded as silent are silent in the base."""

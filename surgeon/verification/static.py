@@ -91,6 +91,7 @@ def check_static(
     base: CheckpointFolder,
     out: CheckpointFolder,
     *,
+    facts: bool,
     advance: Callable[[int], None],
 ) -> list[Check]:
     """Run every check that needs only bytes. `advance` receives the count of bytes read (base and output together)."""
@@ -109,7 +110,7 @@ def check_static(
         check_manifest(manifest_differences(manifest, drawn.loaded, blueprint, drawn.facts)),
         *check_origin(manifest, blueprint),
         *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
-        *(check for facts in drawn.facts.values() for check in facts.checks(base, out)),
+        *(check for each in drawn.facts.values() if facts for check in each.checks(base, out)),
         check_base_bytes(blueprint, manifest, Original(base, digests[0]), out, digests[1]),
         *check_dropped(blueprint, drawn.anatomy, digests[0]),
         *check_new_tensors(blueprint, manifest, drawn.anatomy, out, digests[1]),

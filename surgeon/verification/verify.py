@@ -348,8 +348,14 @@ class StaticProof(NamedTuple):
     kept: tuple[int, ...] | None = None
 
 
-def static_proof(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -> StaticProof:
-    """Run the checks that need only bytes, against the base of the last surgery or an earlier state."""
+def static_proof(
+    base: CheckpointFolder, out: CheckpointFolder, listener: Listener, *, facts: bool = True
+) -> StaticProof:
+    """Run the checks that need only bytes, against the base of the last surgery or an earlier state.
+
+    Without `facts` the operations' own checks of what they found out of the base are left out: a twin has other
+    numbers.
+    """
     manifest, file = manifest_of(out), out.path / MANIFEST_FILE
     listener.begin("reading", bytes_to_read(base, out))
     if state := earlier_state(base, out, manifest):
@@ -357,7 +363,7 @@ def static_proof(base: CheckpointFolder, out: CheckpointFolder, listener: Listen
         new = next(iter(state.more.values()), range(0))
         return StaticProof(state.promise, state.trained, state.layers, checks, new, tail_alone=False)
     drawn = Drawn.of(manifest, base.config, base.tensors, base.own, str(file))
-    checks = check_static(drawn, manifest, base, out, advance=listener.advance)
+    checks = check_static(drawn, manifest, base, out, facts=facts, advance=listener.advance)
     blueprint = drawn.blueprint
     trained, layers = bool(manifest.training), blueprint.layer_of_base
     return StaticProof(

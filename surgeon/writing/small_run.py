@@ -99,7 +99,7 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
                 _check_same_tensors(blueprint, made, base.folder.tensors.keys() - twin.tensors.keys())
             out = CheckpointFolder.open(Path(work, "out"))
             _compare(twin, out, made, blueprint, base.anatomy.derivation.stack)
-            if wrong := [check for check in static_proof(twin, out, Quiet()).checks if not check.holds]:
+            if wrong := [check for check in static_proof(twin, out, Quiet(), facts=False).checks if not check.holds]:
                 raise BadInput(f"{wrong[0].name}: {wrong[0].detail}")
         except SurgeonError as error:
             if (full := no_room(error)) is not None:
@@ -310,7 +310,7 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
             found = compare_outputs(base, out, _tokens(_WORDS), auto=auto, dtype=dtype, device="cpu")
             _check_promise([found], blueprint)
         if is_grafted(out.config):
-            check_learns(load_model(out, auto=auto), _tokens(_WORDS), encoder=True)
+            check_learns(load_model(out, auto=auto), _tokens(_WORDS), blueprint, encoder=True)
         return
     words = vocabulary_of(native) or _WORDS
     if made.kept_tokens is not None:
@@ -332,7 +332,7 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
     if promised and type(one) is type(other):
         _check_images(one, other, ids, stack)
     if is_grafted(out.config):
-        check_learns(other, ids)
+        check_learns(other, ids, blueprint)
         if not (check := check_decoding(other, ids)).holds:
             raise BadInput(check.detail)
 
@@ -412,13 +412,16 @@ def _found(fields: Mapping[str, Any], key: str) -> Any:
     return next((found for part in parts if (found := _found(part, key))), None)
 
 
-def check_learns(model: Any, ids: Tensor, *, encoder: bool = False) -> None:
+def check_learns(model: Any, ids: Tensor, blueprint: Blueprint, *, encoder: bool = False) -> None:
     """Raise BadInput where a step of training fails, or gives the new parts no gradient.
 
     In an encoder every new control must get a gradient.
     """
     model = model.float().train()
     names = set(model.freeze_base())
+    made_by = [note.operation for layer in blueprint.layers for note in layer.grafts if note.operation is not None]
+    if not names and any(blueprint.operations[number].trains == "new" for number in made_by):
+        raise BadInput("the output's `freeze_base` names nothing of what is new, so it would never learn")
     new = {name: value for name, value in model.named_parameters() if name in names}
     # An earlier surgery's grafts may stay frozen. A gate may happen to be shut for all of these tokens; with the
     # opposite signs it is open for some.

@@ -347,6 +347,13 @@ def test_a_graft_that_no_gradient_reaches_is_refused(tmp_path: Path, monkeypatch
         surgeon.apply(plan_of(tmp_path, {"op": "gated_adapters", "layers": [1], "size": 4}), base, tmp_path / "out")
 
 
+def test_a_graft_that_training_would_leave_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    code(b"names = dict.fromkeys(self.graft_parameter_names())", b"names = {}")(monkeypatch)
+    with pytest.raises(BadInput, match="`freeze_base` names nothing of what is new"):
+        surgeon.apply(plan_of(tmp_path, {"op": "gated_adapters", "layers": [1], "size": 4}), base, tmp_path / "out")
+
+
 def test_what_is_as_wide_as_the_stream_is_so_in_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OPT projects its embeddings where their width is another than the stream's; heads grow with a wider stream."""
     monkeypatch.setenv("SURGEON_CACHE", "off")
