@@ -49,7 +49,10 @@ TRACKERS: Mapping[str, Needs] = {
 
 
 def _known_attention(given: str) -> str:
-    """Return an attention's name. Raises ValueError unless it is transformers', registered with it, or the Hub's."""
+    """Return `given`, the name of an attention implementation.
+
+    Raises ValueError unless transformers has it, it is registered there, or it contains `/` (a kernel of the Hub).
+    """
     if "/" in given or given in ATTENTION or given in _registered():
         return given
     raise ValueError(f"`attention` is {printable(given)}{did_you_mean(given, list(ATTENTION))}")
@@ -62,7 +65,7 @@ def _registered() -> Iterable[str]:
 
 
 def _known_tracker(given: str) -> str:
-    """Return a tracker's name. Raises ValueError for a tracker that transformers does not have."""
+    """Return `given`, the name of a tracker. Raises ValueError for a tracker that transformers does not have."""
     if given not in TRACKERS:
         raise ValueError(f"{printable(given)}: no tracker of that name{did_you_mean(given, list(TRACKERS))}")
     return given
@@ -88,7 +91,7 @@ def missing_for_tracker(name: str) -> str:
 
 
 def _lacking(needs: Needs) -> str:
-    """Return in words the first group of which no module is installed; empty where there is none."""
+    """Describe the first group of modules with none installed; return an empty string where every group has one."""
     for group in needs:
         if not any(importlib.util.find_spec(module) for module in group):
             which = " or ".join(group)

@@ -85,16 +85,18 @@ class Rehearsal:
 
         Keys:
             `settings`, `device`, `notes`: as of `train`
-            `parameters`, `trained`, `tensors`: the model's numbers; those that train; in how many tensors
+            `parameters`: how many numbers the model has
+            `trained`, `tensors`: how many numbers train, and in how many tensors
             `sources`: each with `name`, `share`, `documents`, `tokens_a_document`, `counted` (share of tokens in the
                 loss; 0 for labels), `run_tokens`, `passes`, `labels` (texts by label)
             `samples`: each with `source`, `label` (null: none) and `parts`: `text`, and `counted` if the loss counts it
-            `seconds_a_step`, `seconds`, `tokens`: measured on micro-batches and a step; of the whole run
+            `seconds_a_step`: measured on micro-batches and a step of AdamW
+            `seconds`, `tokens`: of the whole run
             `seconds_writing`: before the run, for sources with `generate`, from one batch of documents each
-            `seconds_asking`, `teacher_bytes`: before the run, for `teacher: {cached: …}`, from one micro-batch; its
-                bytes on disk at most; else 0
+            `seconds_asking`: before the run, for `teacher: {cached: …}`, from one micro-batch; else 0
+            `teacher_bytes`: the most bytes on disk of the recorded predictions; else 0
             `seconds_estimating`: before the run, for `loss: fisher`, from one sequence; else 0
-            `peak_memory`: measured, with AdamW's state
+            `peak_memory`: in bytes, measured, with AdamW's state
         """
         return plain_fields(self, without=("samples", "before")) | {
             "samples": [
@@ -179,7 +181,7 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
 
 
 def _some(stream: Stream[Any]) -> list[int]:
-    """Return the numbers of some documents that the source would train on; they are the same at every call."""
+    """Return the numbers of at most 200 documents of a source, drawn at random; every call returns the same ones."""
     drawn = generator(0, f"dry run of {stream.name}", 0).permutation(stream.numbers)[:_COUNTED]
     return [int(number) for number in drawn]
 
@@ -198,6 +200,7 @@ def _seconds_a_micro_batch(run: Run, model: Any, fused: FusedHead | None) -> flo
         with whole_loss(run, model, batch, fused):
             model(**batch).loss.backward()
         taken = seconds_since(begun, run.device)
+        # The first micro-batch is the warm-up.
         seconds += taken if number else 0.0
     return seconds / _TIMED
 

@@ -186,12 +186,13 @@ def _fitted(
 
 
 def _gate_of(model: Any) -> tuple[Any, nn.Module]:
-    """Return the domain gate, and the layer that contains it."""
+    """Return (the domain gate, the layer that contains it)."""
     layer = next(module for module in model.modules() if vars(module).get("decides"))
     return layer.domain_gate, layer
 
 
 def _take(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """Overwrite the gate's `tensors` with the `values` of the same names, on their devices and in their dtypes."""
     for name, tensor in tensors.items():
         tensor.data = values[name].to(tensor.device, tensor.dtype)
 
@@ -210,6 +211,7 @@ def _scored_by_domain(
     found: list[dict[str, _Scored]] = [{}, {}]
     for name, sequences in held.items():
         if sequences:
+            # Index 0 (False): original text; 1 (True): new text.
             found[sequences[0].domain > 0][name] = _Scored.of(model, layer, sequences)
     return found
 
@@ -236,6 +238,7 @@ def _states(model: Any, layer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     kept: list[Tensor] = []
 
     def keep(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Store the layer's input, and end the forward."""
         kept.append(given[0] if given else named["hidden_states"])
         raise _Enough
 
@@ -286,6 +289,7 @@ def _parts(
     mixture.restore(before)
 
     def part(number: int) -> _States:
+        """Compute the states of part `number`; a source that is exhausted begins again."""
         found: _States = []
         for sequences, at_once, new in read:
             here = range(number * at_once, number * at_once + min(at_once, len(sequences)))
@@ -397,7 +401,8 @@ def scores(gate: Any, at_work: Any, evidence: Tensor) -> Tensor:
 def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype, least: float = -math.inf) -> Tensor:
     """Return the lowest threshold, in the stored dtype, at which no original source loses more tokens than allowed.
 
-    It is at least `least`, because evidence is less reliable on kinds of text that no source has.
+    It is at least `least`, because evidence is less reliable on kinds of text that no source has. The search overwrites
+    the gate's own threshold.
     """
     every = torch.cat([each.scores(gate) for each in original]).float().sort().values
     low, high = 0, len(every) - 1
@@ -420,6 +425,7 @@ def _above(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _figures(gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scored]) -> GateFigures:
+    """Measure on held-out text of both domains how often the gate is open, and return the figures."""
     by_source: dict[str, float] = {}
     shares: list[float] = []
     by_length: dict[str, list[float | None]] = {}

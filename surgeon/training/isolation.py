@@ -84,6 +84,7 @@ class Isolation:
 
 
 def _number(value: float) -> str:
+    """Return a relative change as text."""
     return f"{value:.2g}" if value else "0 (no bit)"
 
 
@@ -152,6 +153,7 @@ class _Documents:
     """
 
     def __init__(self, length: int, rows: int, packing: Packing, ids: Tensor) -> None:
+        """Lay out documents in `rows` sequences of `length` tokens; `ids` are the tokens that texts are drawn from."""
         self.length, self.packing, self.ids = length, packing, ids
         self.rows = [_lengths(length, row) for row in range(rows)]
         every = torch.tensor([each for row in self.rows for each in row])
@@ -224,6 +226,7 @@ def _lengths(length: int, row: int) -> list[int]:
 
 
 def _add(packer: Packer, text: list[int]) -> None:
+    """Add a whole document to the packer; the loss counts all of its tokens."""
     packer.add((text, [True] * len(text)), 0)
 
 
@@ -253,7 +256,10 @@ class _Runs:
         self.model, self.device = model, torch.device(device)
 
     def states(self, batch: dict[str, Tensor], *, training: bool = True) -> Tensor:
-        """Return the inputs of the head, B T D; the logits where the model has no head."""
+        """Run a batch without a cache; return the inputs of the head, B T D (the logits where the model has no head).
+
+        `training` chooses the mode, and whether grafts receive labels and domains; the mode is restored afterwards.
+        """
         kept: list[Tensor] = []
         given = {name: tensor.to(self.device) for name, tensor in batch.items()}
         if not (training and hasattr(self.model, "surgery")):
@@ -277,12 +283,13 @@ class _Runs:
         return found.reshape(*batch["input_ids"].shape, -1)
 
     def first_layer(self, packed: _Documents, tolerance: float) -> str | None:
-        """Return the first layer whose output changes by more than the tolerance, as its number and kind."""
+        """Return number and kind of the first layer whose output changes by more than the tolerance; None: no layer."""
         kinds = set(self.model._no_split_modules or ())
         layers = [module for module in self.model.modules() if type(module).__name__ in kinds]
         outputs: list[Tensor] = []
 
         def keep(_layer: nn.Module, _given: Any, made: Any) -> None:
+            """Store the layer's output, B T D, on the CPU."""
             states = made[0] if isinstance(made, tuple | list) else made
             outputs.append(states.detach().reshape(*packed.document.shape, -1).cpu())
 
@@ -313,6 +320,7 @@ def _headless(model: Any, kept: list[Tensor]) -> Iterator[None]:
     head, plain = model.get_output_embeddings(), model.loss_function
 
     def keep(hidden: Tensor) -> Tensor:
+        """Store the head's input, and return it in place of logits."""
         kept.append(hidden)
         return hidden
 

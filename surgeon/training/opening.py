@@ -82,7 +82,7 @@ def check_as_left(out: CheckpointFolder, manifest: Manifest | None, listener: Li
 
 
 def as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
-    """Return the manifest of a model without surgery, as it is now."""
+    """Make the manifest of a model without surgery, from its tensors' `digests` and the digests of its small files."""
     out = run.out
     names = out.side_files if out.own is None else {*out.side_files, *out.own.files}
     files = {name: hashlib.sha256(out.read_side_file(name)).hexdigest() for name in names}
@@ -92,7 +92,8 @@ def as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
 def open_trackers(names: Sequence[str], *, to: Path, config: str) -> list[TrainerCallback]:
     """Return the callbacks of trackers, given by transformers' names; `config` is the file that asks for them.
 
-    Raises BadInput for a name that transformers does not know, and for a library that is not installed. A callback
+    `to` is the run's folder, next to which tensorboard logs where no other folder is set. Raises BadInput for a name
+    that transformers does not know, and for a library that is not installed. A callback
     raises BadInput when its tracker cannot begin (no login, say).
     """
     opened = []
@@ -117,6 +118,7 @@ def _begun(callback: Any, where: str) -> TrainerCallback:
     begin = callback.on_train_begin
 
     def on_train_begin(*arguments: Any, **named: Any) -> Any:
+        """Begin the tracker. Raises BadInput for any error of it."""
         try:
             return begin(*arguments, **named)
         except Exception as error:
@@ -127,4 +129,5 @@ def _begun(callback: Any, where: str) -> TrainerCallback:
 
 
 def _line(error: Exception) -> str:
+    """Return an error's message as one line."""
     return printable(" ".join(str(error).split()), 500)

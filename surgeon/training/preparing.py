@@ -103,7 +103,7 @@ def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: 
 
 
 def _case(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, to: Path, device: str) -> Case:
-    """Return the case of a run, with the tensors that train. Raises BadInput."""
+    """Return the case of a run. Raises BadInput where the model is not understood or the target does not fit it."""
     anatomy, objective = dissect_folder(out), objective_of(loaded.config)
     target = target_of(loaded.config)(loaded, out, manifest, anatomy, objective.auto)
     wanted = objective.trained(target, target.names())
@@ -158,6 +158,7 @@ def trained_too(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def _are_same(one: Path, other: Path) -> bool:
+    """Return whether both are files of equal content, or the same folder."""
     if one.is_file() and other.is_file():
         return filecmp.cmp(one, other, shallow=False)
     return one.is_dir() and other.is_dir() and one.samefile(other)

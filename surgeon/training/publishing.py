@@ -118,15 +118,17 @@ class Trained:
         """Return plain data for `--json`.
 
         Keys:
-            `out`, `path`, `operations`, `settings`: the trained output; the run; the operations whose tensors train;
-                every number of the run
+            `out`, `path`: the folders of the trained output and of the run
+            `operations`: the operations whose tensors train
+            `settings`: every number of the run
             `losses`: by source, held out, `before` and `after`
             `scores`: with labels: by source `accuracy`, `f1` and `matthews` (where they exist), after `published_step`
             `published_step`: the step that RUN and `after` come from: the last, or with `keep_best` the best
-            `tensors`, `unchanged`: by name `max_change` and `relative_change` (null: it was zero); names without a
-                change
-            `parameters`, `tokens`, `peak_memory`: numbers that trained; tokens of the whole run; of the GPU where there
-                is one
+            `tensors`: by name `max_change` and `relative_change` (null: the tensor was zero before)
+            `unchanged`: the names of tensors that trained and did not change
+            `parameters`: how many numbers trained
+            `tokens`: of the whole run
+            `peak_memory`: in bytes, of the GPU where there is one
             `log`: the trainer's entries: `step`, `loss`, `grad_norm`, `learning_rate`, `eval_SOURCE_loss`; with
                 `preserve` also `loss.preserve` and `loss.fisher`, its terms' unweighted means since the last entry
             `seconds`, `tokens_per_second`, `resumed_at`: of the steps after `resumed_at`, without evaluations and

@@ -84,7 +84,8 @@ class TrainingData:
     """The text to train on, and by source the held-out sequences (`validation`).
 
     `commits` has the commit of each source on the Hub, by its name. `held` has by source a function that returns
-    held-out sequences, from their largest number and their length.
+    held-out sequences, from their largest number and their length. `documents` are the opened corpora of all sources,
+    `notes` lines for the user.
     """
 
     mixture: Mixture[Any]
@@ -112,7 +113,10 @@ SHOWN_TOKENS = 160
 
 @dataclass(frozen=True)
 class Sample:
-    """One document as the model sees it: its parts, each with whether the loss counts it; long parts have no middle."""
+    """One document as the model sees it, in `parts` of (text, whether the loss counts it).
+
+    Long parts are shown without their middle. `label` is None for a text without a label.
+    """
 
     source: str
     parts: tuple[tuple[str, bool], ...]
@@ -253,7 +257,7 @@ class Text(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What a remedy costs before the first step: wall seconds, what for, and its figures in a dry run's result."""
+    """The cost of a remedy before the first step: wall seconds, their purpose in words, and fields of a `Rehearsal`."""
 
     seconds: float
     words: str

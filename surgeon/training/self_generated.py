@@ -44,6 +44,7 @@ def write_texts(prepared: Prepared, listener: Listener, *, take_over: bool) -> N
 
 
 def _texts(prepared: Prepared) -> list[Text]:
+    """Return the texts that the run's remedies ask the model to write."""
     return [text for remedy in prepared.remedies for text in remedy.texts()]
 
 
@@ -68,6 +69,10 @@ def by_the_first(device: str, work: Callable[[], object]) -> None:
 
 
 def _write(texts: Sequence[Text], prepared: Prepared, listener: Listener, take_over: bool) -> None:
+    """Have the model write each text to its file.
+
+    A text of which nearly nothing comes is reported where the run can go on without it; else NearlyNothing is raised.
+    """
     config, folder = prepared.loaded.config, memory_folder(prepared.to)
     for text in texts:
         listener.say(f"{text.shown}: the model writes {text.spec.tokens:,} tokens")

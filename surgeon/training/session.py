@@ -296,6 +296,7 @@ def _curve(trained: Trained, source: str) -> dict[str, float]:
 
 
 def _saving(run: Run, model: Any) -> Saving:
+    """Return the writer of checkpoints; it writes beside the steps where config, sizes and trackers allow it."""
     copy = checkpoint_bytes(model)
     whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
     beside = is_beside(run.loaded.config.saving, copy_bytes=copy, model_bytes=whole)

@@ -79,6 +79,7 @@ def train(
     from surgeon.training.session import run_training
 
     def as_delta(whole: Path) -> None:
+        """Write the delta of the run in the folder `whole` to `to`."""
         from surgeon.rework.make_delta import make_delta_of
 
         run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)

@@ -129,13 +129,13 @@ class PreserveSpec(Entry):
         return (self.sequences or _FISHER_SEQUENCES) if "fisher" in self.losses else 0
 
     def weight_of(self, loss: PreserveLoss) -> float:
-        """Return the weight of a term in the loss."""
+        """Return the weight of a term in the loss: the config's, else the term's default."""
         given = self.weight.get(loss) if isinstance(self.weight, dict) else self.weight
         return given or _DEFAULT_WEIGHTS[loss]
 
     @property
     def cached(self) -> int | None:
-        """How many likeliest next tokens of each prediction are recorded on disk; None: the base runs in training."""
+        """How many of the likeliest next tokens are recorded on disk per position; None: the base runs in training."""
         return self.teacher.cached if isinstance(self.teacher, TeacherSpec) else None
 
     @property
@@ -147,6 +147,7 @@ class PreserveSpec(Entry):
 
     @model_validator(mode="after")
     def _fits(self) -> PreserveSpec:
+        """Raise ValueError for terms, weights and teacher options that do not fit each other."""
         if doubled := first_doubled(self.losses):
             raise ValueError(f"`loss` names {doubled} twice; give each term once")
         if len(two := [name for name in self.losses if name != "fisher"]) > 1:
@@ -332,6 +333,7 @@ class TrainConfig(Entry):
     @field_validator("what", mode="before")
     @classmethod
     def _former(cls, what: object) -> object:
+        """Raise ValueError for values of `what` that earlier versions accepted."""
         if what in ("mtp", "draft_head"):
             raise ValueError(
                 f"`what: {what}` is gone: train MTP layers with a trainer that runs them (Megatron-LM), and draft heads"
@@ -341,6 +343,7 @@ class TrainConfig(Entry):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
+        """Raise ValueError for keys that do not fit each other, or names that are given twice."""
         check_shares([source.share for source in self.sources])
         if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
@@ -370,6 +373,7 @@ class TrainConfig(Entry):
         return any(source.kind == "labels" for source in self.sources)
 
     def _check_classifies(self) -> None:
+        """Raise ValueError for keys, and for other kinds of sources, that a run on texts with labels cannot have."""
         if other := next((source for source in self.sources if source.kind != "labels"), None):
             raise ValueError(
                 f"source {other.name!r} is of the kind {other.kind or 'text'}, others have labels; one run trains"
@@ -386,6 +390,7 @@ class TrainConfig(Entry):
                 raise ValueError(f"`{key}` is for language models; leave it out with `kind: labels`")
 
     def _check_keep_best(self, wanted: str) -> None:
+        """Raise ValueError unless `wanted` names a source with held-out text."""
         held = {source.name: bool(source.validation) for source in self.sources}
         if not held.get(wanted):
             known = ", ".join(name for name, out in held.items() if out) or "none"

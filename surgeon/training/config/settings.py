@@ -58,7 +58,8 @@ def settle(
     """Return the settings for a model whose config names `context` positions (None: no limit), and notes about them.
 
     `operations` are the operations whose tensors train; empty where the base's own tensors train, or a LoRA. `steps` is
-    the count from the config's `epochs` or `bytes`; None: not counted yet.
+    the count from the config's `epochs` or `bytes`; None: the config's `steps`, or where it has none a placeholder that
+    is larger than any run.
 
     Raises BadInput where the config's numbers do not fit each other, the model or the processes.
     """
@@ -108,7 +109,7 @@ def _length(loaded: LoadedConfig, paper: TrainingDefaults, context: object, wron
 
 
 def _batches(loaded: LoadedConfig, paper: TrainingDefaults, processes: int, wrong: list[str]) -> tuple[int, int, int]:
-    """Return the batch of a step, a process's micro-batch, and the accumulation; add misfits to `wrong`."""
+    """Return (sequences a step, sequences at a time in a process, micro-batches a step); add misfits to `wrong`."""
     config = loaded.config
     batch = config.batch or paper.batch
     share = max(1, batch // processes)
@@ -127,7 +128,7 @@ def _batches(loaded: LoadedConfig, paper: TrainingDefaults, processes: int, wron
 
 
 def _rates(loaded: LoadedConfig, paper: TrainingDefaults, wrong: list[str]) -> tuple[float, float]:
-    """Return the peak learning rate and the last one; add a line to `wrong` where the last one is higher."""
+    """Return (peak learning rate, rate at the last step); add a line to `wrong` where the last rate is higher."""
     given = loaded.config.optimizer
     lr = paper.lr if given.lr is None else given.lr
     min_lr = min(paper.min_lr, lr) if given.min_lr is None else given.min_lr
@@ -166,6 +167,7 @@ def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
 
 
 def _about_original(config: TrainConfig, paper: TrainingDefaults, operation: str) -> list[str]:
+    """Return a note where the paper of `operation` mixes in original text and this run draws none, else nothing."""
     originals = originals_of(config)
     share = sum(source.share for source in originals)
     # With several tasks, the earlier tasks take the place of original text.

@@ -62,6 +62,7 @@ class CachedTeacher:
     length: int
 
     def __post_init__(self) -> None:
+        """Set the dtype of a token's record, and an empty index, which `_open` replaces."""
         self._record = np.dtype([("ids", "<i4", (self.k,)), ("log_probs", "<f4", (self.k,)), ("rest", "<f4")])
         self._index = np.zeros(0, _ENTRY)
         self._ends = np.zeros(1, np.int64)
@@ -165,7 +166,7 @@ class CachedTeacher:
         preserving.said = self.said
 
     def said(self, numbers: Tensor, ids: Tensor, counts: Tensor) -> TopK:
-        """Return the base's predictions at the tokens that count of the sequences `numbers` (B).
+        """Read the base's recorded predictions for the sequences `numbers` (B), at the tokens that count.
 
         `ids` are the sequences' tokens (B T); `counts` marks the tokens that count (B T, bool). Raises SurgeonError
         where a sequence is not the recorded one, and BadInput where the file is not as it was written.
@@ -243,7 +244,7 @@ class CachedTeacher:
     def _recorded(
         self, preserving: Preserving, sequences: Sequence[PackedSequence], device: torch.device
     ) -> list[NDArray[Any]]:
-        """Return for each sequence the records of its tokens that count."""
+        """Run the base on `sequences`; return for each sequence the records of its tokens that count."""
         batch = {name: tensor.to(device) for name, tensor in batch_of(sequences).items()}
         found = preserving.top(batch, self.k)
         records = np.empty(len(found), self._record)
@@ -271,6 +272,7 @@ class _Writer:
     """
 
     def __init__(self, teacher: CachedTeacher, state: Mapping[str, Any], files: contextlib.ExitStack) -> None:
+        """Open both files to append; `state` has the counts of sequences and tokens that are already written."""
         self.teacher = teacher
         self.sequences, self.tokens = int(state["sequences"]), int(state["tokens"])
         self.saved = time.monotonic()
@@ -304,6 +306,7 @@ class _Writer:
             self._save(done)
 
     def _save(self, done: bool) -> None:
+        """Flush both files to the disk, and save the state to continue from; `done`: every sequence is written."""
         for file in (self.said, self.index):
             file.flush()
             os.fsync(file.fileno())

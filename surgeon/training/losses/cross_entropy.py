@@ -95,7 +95,7 @@ def next_labels(labels: Tensor) -> Tensor:
 
 
 def capped_logits(hidden: Tensor, weight: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return cap(h Wᵀ) in float32, and the slope of cap there (None without a cap)."""
+    """Return (cap(h Wᵀ) in float32, the derivative of cap there); without a cap, (h Wᵀ, None)."""
     logits = (hidden @ weight.T).float()
     if cap is None:
         return logits, None
@@ -127,6 +127,7 @@ def chunked_cross_entropy(
         found = (normaliser - logits.gather(1, at)).sum()
 
         def gradient() -> Tensor:
+            """Return softmax − one-hot, which overwrites the logits."""
             softmax = logits.sub_(normaliser).exp_()
             return softmax.scatter_add_(1, at, softmax.new_full((1, 1), -1.0).expand_as(at))
 

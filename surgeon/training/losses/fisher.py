@@ -38,6 +38,7 @@ class Anchored:
     """
 
     def __init__(self, model: nn.Module, fisher: Mapping[str, Tensor], weight: float) -> None:
+        """Copy the present values of the parameters that train; `fisher` has their Fisher information by name."""
         self.weight = weight
         self._held = [
             (parameter, parameter.detach().clone(), fisher[name])

@@ -82,6 +82,7 @@ def chunked_divergence(
         each = (p * (log_p - log_q[:, :old])).sum(-1, keepdim=True)
 
         def gradient() -> Tensor:
+            """Return τ (q − p), which overwrites log q."""
             q = log_q.exp_()
             q[:, :old] -= p
             return q.mul_(temperature)
@@ -120,7 +121,8 @@ class Preserving:
     ) -> None:
         """Find the base in the model; where the model must still compute the same as the base, check that it does.
 
-        Raises BadInput, SurgeonError.
+        Raises BadInput where the decoder's list of layers is not known, and SurgeonError where the model's logits
+        differ from the base's.
         """
         self.model = model
         self.teacher = head if copy is None else copy
@@ -177,6 +179,7 @@ class Preserving:
         weight = self.weight / total
 
         def beside(hidden: Tensor) -> Tensor:
+            """Return the batch's weighted term from the head's input; add the unweighted term to `found`."""
             # The model may run all sequences as one row.
             hidden = hidden.reshape(*counts.shape, -1)
             apart = self._apart(hidden[rows][chosen], taught)
@@ -210,6 +213,7 @@ class Preserving:
             return self.base.logits(**{name: batch[name][rows] for name in ("input_ids", "position_ids")})
 
     def _apart(self, hidden: Tensor, taught: Tensor | TopK) -> Tensor:
+        """Return the unweighted term between the model's `hidden` (N D) and the base's `taught`, summed over N."""
         if self.spec.taught == "hidden_mse":
             assert isinstance(taught, Tensor)
             return squared_distance(hidden, taught)

@@ -186,12 +186,13 @@ class NextTokens(Objective):
 
 
 def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
-    """Return a document's text in runs of tokens that the loss counts or does not; long runs lose their middle."""
+    """Return (text, whether the loss counts it) for each of the first runs of tokens; long runs lose their middle."""
     runs = itertools.groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
     parts = [([token for token, _ in run], counts) for counts, run in itertools.islice(runs, _RUNS)]
     each = SHOWN_TOKENS // len(parts)
 
     def text(ids: list[int]) -> str:
+        """Decode token ids; of a run longer than `each` tokens only the beginning and the end."""
         decode = encoder.tokenizer.decode
         return decode(ids) if len(ids) <= each else f"{decode(ids[: each - each // 3])} … {decode(ids[-(each // 3) :])}"
 
@@ -199,7 +200,7 @@ def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
 
 
 def _counts(batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
-    """Count a micro-batch's labels, tokens of original text, and tokens of tasks or new text."""
+    """Return a micro-batch's counts of (labels, tokens of original text, tokens of tasks or new text)."""
     labels = int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
     original = int((batch["domain_ids"] == 0).sum()) * batch["input_ids"].shape[1]
     return labels, original, batch["input_ids"].numel() - original

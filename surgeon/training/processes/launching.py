@@ -45,6 +45,7 @@ def requested_sharding(config: TrainConfig) -> Sharding | None:
 
 
 def _check_launcher() -> None:
+    """Raise BadInput where `accelerate launch` requests DeepSpeed or mixed precision."""
     if _says_yes("ACCELERATE_USE_DEEPSPEED"):
         raise BadInput(
             "ACCELERATE_USE_DEEPSPEED is set: `surgeon train` does not run under DeepSpeed; use torchrun, with"
@@ -59,4 +60,5 @@ def _check_launcher() -> None:
 
 
 def _says_yes(variable: str) -> bool:
+    """Return whether an environment variable is 1, true or yes."""
     return os.environ.get(variable, "").lower() in ("1", "true", "yes")

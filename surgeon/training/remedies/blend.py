@@ -61,9 +61,11 @@ class Blend:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `run`, `base`: the new folder; what was blended
+            `path`: the new folder
+            `run`, `base`: the folders that were blended
             `alpha`, `alpha_top`: the run's share in the lowest and in the highest layer
-            `tensors`, `scaled`: how many were interpolated with the base's, and how many of added parts were multiplied
+            `tensors`: how many tensors were interpolated with the base's
+            `scaled`: how many tensors of added parts were multiplied
             `bytes`, `moved`, `seconds`: as of `apply`
         """
         return plain_fields(self)
@@ -216,6 +218,7 @@ def _share_of(tensor: str, bottom: float, top: float, layers: int) -> float:
 
 
 def _was_zero(made: NewTensor) -> bool:
+    """Return whether a new tensor was all zeros at birth; False for a tensor with fewer than two axes."""
     return len(made.shape) > 1 and made.sha256 == zeros_sha256(made.nbytes)
 
 
@@ -250,6 +253,7 @@ def _write_blended(
     changes: dict[str, Change] = {}
 
     def content() -> Iterator[bytes]:
+        """Yield the file's header and each blended tensor's bytes; fill `changes`."""
         yield header_of(shard, None)[0]
         for info in infos:
             was = way[info.name]

@@ -21,6 +21,7 @@ class Fisher(Remedy):
     logged = "loss.fisher", "of fisher"
 
     def __init__(self, case: Case) -> None:
+        """Set up the remedy from the config's `preserve`, which must exist."""
         super().__init__(case)
         assert case.loaded.config.preserve is not None
         self.spec = case.loaded.config.preserve
@@ -29,7 +30,7 @@ class Fisher(Remedy):
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
-        """Return the remedy where `preserve` names fisher. Raises BadInput where no source is original text."""
+        """Return the remedy where `preserve` names fisher, else None. Raises BadInput without original text."""
         spec = case.loaded.config.preserve
         if spec is None or not spec.fisher:
             return None

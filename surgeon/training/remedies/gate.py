@@ -41,7 +41,7 @@ class Gate(Remedy):
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
-        """Return the remedy where the last surgery added a gate."""
+        """Return the remedy where the last surgery added a gate, else None."""
         return None if gate_of(case.manifest) is None else cls(case)
 
     @property
@@ -97,7 +97,7 @@ class Gate(Remedy):
         return [Text("(recalled)", "for the domain gate", spec, file, without)]
 
     def fit(self, run: Run, model: Any) -> Sequence[str]:
-        """Fit the gate on the run's sources; return the names of its tensors in memory.
+        """Fit the gate on the run's sources; return the names of its tensors in memory (none: already fitted).
 
         Raises BadInput where the gate cannot separate the domains.
         """
@@ -130,7 +130,7 @@ class Gate(Remedy):
         return found
 
     def after(self, run: Run) -> dict[str, Any]:
-        """Return the gate's figures on held-out text, for the manifest."""
+        """Return the gate's figures on held-out text, for the manifest; empty where this run did not fit it."""
         if not self.fitted:
             return {}
 

@@ -33,6 +33,7 @@ class Kl(Remedy):
     reads_head = True
 
     def __init__(self, case: Case, spec: PreserveSpec, within: Within) -> None:
+        """Set up the term that `spec` configures, with the teacher at `within`."""
         super().__init__(case)
         self.spec, self.within = spec, within
         # Set by `join`.
@@ -47,7 +48,7 @@ class Kl(Remedy):
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
-        """Return the remedy where `preserve` names such a term.
+        """Return the remedy where `preserve` names kl, reverse_kl or hidden_mse, else None.
 
         Raises BadInput where no source is text to teach on, the base is lost, or its vocabulary does not fit the term.
         """
@@ -91,7 +92,7 @@ class Kl(Remedy):
         return found
 
     def _all_gated(self) -> bool:
-        """Return whether a domain gate switches all that trains: tensors of operations before it, and no new tokens."""
+        """Return whether all that trains is behind the domain gate: tensors of earlier operations, no embeddings."""
         manifest, wanted = self.case.manifest, self.case.wanted
         gate = gate_of(manifest)
         if manifest is None or gate is None or wanted.fixed:
@@ -155,7 +156,10 @@ class Kl(Remedy):
             )
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """Count the step's tokens on which the base teaches, over all micro-batches and processes."""
+        """Count the step's tokens on which the base teaches, over all micro-batches and processes.
+
+        In a rehearsal with recorded predictions, compute the predictions for the first micro-batch.
+        """
         import torch
 
         if self._rehearsing and self.cached is not None:
@@ -168,6 +172,7 @@ class Kl(Remedy):
             torch.distributed.all_reduce(counts)
         total = int(counts.sum())
         self._shares = [(total, here > 0) for here in counts.tolist()]
+        # Adds 1 where some token counts.
         self._steps += total > 0
 
     def loss(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -209,8 +214,8 @@ class Kl(Remedy):
 def _within(case: Case, spec: PreserveSpec) -> Within:
     """Return where in the model the teacher is: the first base, or the base of the last surgery.
 
-    It is the latter where the config says so or the first base is lost. Raises BadInput where the model does not
-    contain the teacher.
+    The base of the last surgery teaches where the config says so or the first base is lost. Raises BadInput where the
+    model does not contain the teacher.
     """
     out, manifest, wanted = case.out, case.manifest, case.wanted
     steps_change = case.target.changes_in_steps

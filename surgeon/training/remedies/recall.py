@@ -14,7 +14,7 @@ class Recall(Remedy):
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
-        """Return the remedy where a source has `generate`."""
+        """Return the remedy where a source has `generate`, else None."""
         return cls(case) if any(source.generate for source in case.loaded.config.sources) else None
 
     def texts(self) -> list[Text]:

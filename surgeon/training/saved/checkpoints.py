@@ -105,7 +105,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_checkpoint(work: Path) -> Path | None:
-    """Return the latest checkpoint that counts, after reading every byte of it. Raises BadInput as `RunRecord.read`."""
+    """Return the latest checkpoint that counts, after reading every byte of it; None where no checkpoint counts.
+
+    Raises BadInput as `RunRecord.read`.
+    """
     record = RunRecord.read(work)
     if record is None:
         return None
@@ -113,7 +116,7 @@ def newest_checkpoint(work: Path) -> Path | None:
 
 
 def best_step(log: Iterable[Mapping[str, Any]], source: str) -> int | None:
-    """Return the step of a trainer's log with the lowest held-out loss on a source, the first one of equals."""
+    """Return the first step in a log with the lowest finite held-out loss on a source; None: no such loss is logged."""
     key = f"eval_{source}_loss"
     found = [(float(entry[key]), int(entry["step"])) for entry in log if key in entry and math.isfinite(entry[key])]
     return min(found)[1] if found else None
@@ -192,6 +195,7 @@ def complete(checkpoint: Path, step: int, best: int | None = None) -> None:
 
 
 def _folders(work: Path) -> list[Path]:
+    """Return the folders of checkpoints in a work folder, complete or not, sorted by step."""
     return sorted((path for path in work.glob("checkpoint-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
@@ -201,6 +205,7 @@ def _digest_of(work: Path, files: Iterable[str]) -> str:
 
 
 def _digests(folder: Path, names: Any) -> dict[str, str]:
+    """Return the SHA-256 of the files `names` in a folder, by name."""
     return {name: file_digest(folder / name) for name in names}
 
 
@@ -227,6 +232,7 @@ class Saving:
     """
 
     def __init__(self, *, beside: bool) -> None:
+        """Set up a writer; `beside`: files may be written in a thread beside the steps."""
         self._allowed = beside
         self.beside = False
         self._writes: list[Write] = []
@@ -286,6 +292,7 @@ class Saving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Wait for the thread and end it; raise its error where the context ends without another error."""
         try:
             self.wait()
         finally:

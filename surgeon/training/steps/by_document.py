@@ -54,13 +54,17 @@ def spans_of(mask: Tensor) -> list[list[Span]] | None:
 
 @contextlib.contextmanager
 def by_document() -> Iterator[None]:
-    """Make `sdpa` attend document by document within the context, on a CPU and where its mask keeps documents apart."""
+    """Make `sdpa` attend document by document within the context, on a CPU and where its mask keeps documents apart.
+
+    Nothing changes where `sdpa` is already replaced.
+    """
     # Layers share a mask, which is analysed once.
     known = WeakTensorKeyDictionary()
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
     ) -> tuple[Tensor, None]:
+        """Attend document by document where the mask keeps documents apart on a CPU, else as transformers' sdpa."""
         spans = None
         if attention_mask is not None and query.device.type == "cpu" and more.get("position_bias") is None:
             if attention_mask not in known:

@@ -20,6 +20,7 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, run: Run, done: int) -> None:
+        """Begin to count the steps and seconds of this call."""
         self.run = run
         self.done = done
         # None where another process shows progress.

@@ -25,6 +25,7 @@ class MasterAdamW(AdamW):
     """torch's AdamW on float32 masters of all parameters of narrower dtypes; its moments are float32 too."""
 
     def __init__(self, groups: Any, **options: Any) -> None:
+        """Make a float32 master of every parameter of a narrower dtype; the arguments are those of AdamW."""
         super().__init__(groups, **options)
         # The fused kernel passes once over memory instead of about a dozen times.
         where = {parameter.device.type for group in self.param_groups for parameter in group["params"]}
@@ -103,6 +104,7 @@ def make_schedule(optimizer: Any, settings: Settings) -> LambdaLR:
     floor = settings.min_lr / settings.lr
 
     def factor(step: int) -> float:
+        """Return the learning rate of a step as a share of the peak rate."""
         if step < settings.warmup_steps:
             return (step + 1) / settings.warmup_steps
         if settings.schedule == "constant":

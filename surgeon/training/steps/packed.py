@@ -62,6 +62,7 @@ def run_in_one_row(model: Any) -> None:
 
     @functools.wraps(plain)
     def forward(*args: Any, **given: Any) -> Any:
+        """Run rows as one row where they have position ids, and neither a mask nor a cache; else as before."""
         positions = given.get("position_ids")
         apart = given.get("attention_mask") is not None or cache_in(given) is not None
         if args or apart or positions is None or positions.dim() != 2:
@@ -112,6 +113,7 @@ def _boundaries(positions: Tensor) -> dict[str, Any]:
     }
 
 
+# transformers' functions that make masks.
 _MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
@@ -129,6 +131,7 @@ def give_masks_positions(model: Any) -> None:
 
     @functools.wraps(plain)
     def forward(*args: Any, **given: Any) -> Any:
+        """Run with masks made from the position ids (B T); without them, or with a cache, as before."""
         positions = given.get("position_ids")
         if positions is None or positions.dim() != 2 or cache_in(given) is not None:
             return plain(*args, **given)
@@ -145,6 +148,7 @@ def _places(module: ModuleType) -> list[str]:
 
 @contextlib.contextmanager
 def _given(modules: Sequence[ModuleType], positions: Tensor) -> Iterator[None]:
+    """Make the mask functions that `modules` imported use `positions` within the context."""
     with contextlib.ExitStack() as back:
         for module in modules:
             for name in _places(module):
@@ -155,8 +159,11 @@ def _given(modules: Sequence[ModuleType], positions: Tensor) -> Iterator[None]:
 
 
 def _with_positions(make: Callable[..., Any], positions: Tensor) -> Callable[..., Any]:
+    """Return `make`, changed to use `positions` in calls that have no positions, no mask and no cache."""
+
     @functools.wraps(make)
     def made(*args: Any, **named: Any) -> Any:
+        """Make a mask, from `positions` where the call has nothing that determines the mask."""
         mask = named.get("attention_mask")
         if len(args) < 3 and named.get("position_ids") is None and cache_in(named) is None:
             # A mask that leaves nothing out is one that the model itself made, so it counts as none.

@@ -114,7 +114,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return self.batches
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Make AdamW, and check that it has exactly the parameters that train: the last check before the first step."""
+        """Make AdamW, unless it exists, and check that it has exactly the parameters that train: the last such check.
+
+        Raises WrongSet where it has others.
+        """
         if self.optimizer is None:
             whole = self.model if model is None else model
             # A parameter that trains only in part has no weight decay.
@@ -169,12 +172,14 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         super().log(logs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the gradient's norm, gathered from all shards. Raises Diverged where it is not finite."""
         norm = gathered(super()._get_grad_norm(model, grad_norm=grad_norm))
         if norm is not None and not bool(torch.isfinite(torch.as_tensor(norm))):
             raise self._diverged("gradient's norm", float(norm))
         return norm
 
     def _diverged(self, what: str, value: float) -> Diverged:
+        """Return the error for a value that is not finite, after waiting for the checkpoint that is being written."""
         self.saving.wait()
         kept = newest_checkpoint(Path(self.args.output_dir))
         where = f"the checkpoint of step {step_of(kept)} is kept" if kept else "there was no checkpoint yet"
@@ -204,6 +209,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return metrics
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Write the values of all published parameters to the checkpoint; with sharded weights, all processes call."""
         folder = Path(output_dir or self.args.output_dir)
         held = _tensors_of(self.model) if state_dict is None else state_dict
         if is_sharded(self.model) or self.args.should_save:
@@ -216,6 +222,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                 self.saving.add(lambda: write(tensors, to, metadata={"format": "pt"}))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the states of optimizer and schedule; with sharded weights, all processes call this."""
         # The same files, sharded or not: a run may go on with another number of processes.
         if is_sharded(self.model) or self.args.should_save:
             state = self._taken(self.optimizer.state_dict())
@@ -225,10 +232,11 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _taken(self, state: Any) -> Any:
-        """Return a nest of tensors made whole, and copied where it is written while later steps run."""
+        """Gather the sharded tensors in a nest, and copy all tensors where they are written while later steps run."""
         return gathered(state, copy=self.saving.beside)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the values of all published parameters from a checkpoint; the rest keeps its values."""
         tensors = safetensors.torch.load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
         held = _tensors_of(model or self.model)
         with torch.no_grad():
@@ -250,6 +258,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self.aside += time.perf_counter() - begun
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint of this step through `saving`; the first process adds the data's state and its digests."""
         step = self.state.global_step
         with self._aside():
             self.saving.begin(last=step >= self.state.max_steps)

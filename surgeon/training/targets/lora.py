@@ -324,6 +324,7 @@ def _bench_of(out: CheckpointFolder, values: Mapping[str, Tensor]) -> Evaluator:
 
     class Bench(Evaluator):
         def imported(self, place: Place, name: str, tensor: str) -> Tensor:
+            """Return a trained tensor of the adapter."""
             return values[tensor]
 
     return Bench(Blueprint(0, outputs=(), couplings={}, layers=(), operations=(), config={}), out)

@@ -29,6 +29,7 @@ class StoredNames:
     """A map from tensors on disk, `names` (duplicates allowed), to parameters and buffers of a `model`, and back."""
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
+        """Map `names` to the model's parameters and buffers, by transformers' conversions where names differ."""
         self.model = model
         held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         held |= {name for name, _ in model.named_buffers()}
@@ -63,7 +64,7 @@ class StoredNames:
         return self._made[name].names
 
     def sources(self, target: str) -> list[str]:
-        """Return the tensors on disk from which a parameter is made."""
+        """Return the tensors on disk from which a parameter is made; empty for a parameter that the map lacks."""
         return self._sources.get(target, [])
 
     def alone(self, name: str) -> str | None:
@@ -192,6 +193,7 @@ def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
     """Return a hook that zeroes the gradient of the fixed parts, before it is accumulated, clipped or reduced."""
 
     def hook(gradient: Tensor) -> Tensor:
+        """Return a copy of the gradient with zeros in the fixed parts."""
         gradient = gradient.clone()
         for part in fixed.slices:
             gradient[part] = 0
