@@ -201,6 +201,7 @@ class _Course:
     """A continual run in progress."""
 
     def __init__(self, request: Request, measure: Measure, state: State) -> None:
+        """Set up a run that continues after the rows of `state`."""
         self.request = request
         self.measure = measure
         self.state = state
@@ -248,6 +249,7 @@ class _Course:
         return None
 
     def _note_made(self, folder: Path) -> None:
+        """Record the digests of a complete folder's files in `course.json`."""
         opened = open_checkpoint(folder, trust_remote_code=self.request.trust_remote_code)
         self.state.made[folder.name] = opened.side_digests()
         self.state.write(self.work / STATE_FILE)
@@ -302,6 +304,7 @@ class _Course:
         return self.run_of(number).with_name(f"{self.run_of(number).name}.grown")
 
     def _train(self, number: int, grown: Path, run: Path) -> None:
+        """Train task `number` on the checkpoint `grown`, and write the run to the folder `run`."""
         request = self.request
         train(
             grown,
@@ -314,6 +317,7 @@ class _Course:
         )
 
     def _measure(self, folder: Path, names: list[str], what: str) -> None:
+        """Measure a checkpoint on the texts `names`, and append the row to `course.json`; `what` is for messages."""
         listener = self.request.listener
         listener.begin(f"measuring {what}", self.measure.sequences(names), "sequences")
         row: Measurement = self.measure.of(

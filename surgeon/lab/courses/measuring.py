@@ -81,6 +81,7 @@ class Measure:
         return found
 
     def _files(self, path: str) -> list[Any]:
+        """Return [name, bytes, modification time in ns] of each file at a path; empty for a dataset on the Hub."""
         if path.startswith(("dataset:", "split:")):
             return []
         stats = [(file.name, file.stat()) for file in text_files(self._loaded.resolve(path))]

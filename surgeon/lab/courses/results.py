@@ -96,11 +96,14 @@ class Continued:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `kept`, `resumed_after`: of this call, and not in `continual.json`: the run; with `--keep` the
-                earlier tasks' models; how many tasks were complete before this call
-            `surgeon_continual`, `base`, `tasks`, `general`: version of the format; the base; names of the tasks in
-                order, and of general sources
-            `performance`, `base_accuracy`: the measure, in words; the base's, by task and general source
+            `path`: the run's folder (not in `continual.json`)
+            `kept`: with `--keep`, the folder of the earlier tasks' models (not in `continual.json`)
+            `resumed_after`: how many tasks were complete before this call (not in `continual.json`)
+            `surgeon_continual`: version of the format
+            `base`: the base
+            `tasks`, `general`: names of the tasks, in order, and of the general sources
+            `performance`: the measure, in words
+            `base_accuracy`: the base's accuracy by task and general source
             `matrix`: after each task, its accuracy on that task and on all before it
             `overall_performance`, `backward_transfer`, `general_ability_delta`: OP, BWT and ΔR after each task; ΔR is
                 null without general sources
@@ -108,7 +111,8 @@ class Continued:
                 `accuracy`, `loss`
             `trainings`: each task's `operations`, `settings`, `steps`, `tokens`, `losses` (by source, before and
                 after), `tensors` (how many trained)
-            `config`, `fingerprint`: the tasks file as it was read; the digest of everything that the numbers depend on
+            `config`: the tasks file as it was read
+            `fingerprint`: the digest of everything that the numbers depend on
         """
         return {
             "path": str(self.path),
@@ -132,7 +136,8 @@ class ContinuedRows:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `rows`: the folder of the rows' runs; by row, in the file's order, the keys above
+            `path`: the folder of the rows' runs
+            `rows`: by row, in the file's order, the keys above
         """
         return plain_fields(self)
 
@@ -179,6 +184,7 @@ def _rows_view(continued: ContinuedRows) -> RenderableType:
 
 
 def _cells(row: Measurement, names: Sequence[str]) -> list[str]:
+    """Return accuracy and loss of a row by the columns `names`; empty where it was not measured."""
     return [f"{row[name].accuracy:.1%} ({row[name].loss:.3f})" if name in row else "" for name in names]
 
 

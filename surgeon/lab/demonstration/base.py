@@ -140,6 +140,7 @@ def _tokens(tokenizer: Any, documents: list[str]) -> Tensor:
 
 
 def _untrained(tokenizer: Any) -> Any:
+    """Return a small Llama with random weights for the tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -214,12 +215,14 @@ def _train(model: Any, stream: Tensor, *, steps: int, seed: int, listener: Liste
 
 
 def _rate(step: int, steps: int) -> float:
+    """Return the learning rate at a step: linear warm-up times cosine decay."""
     warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
     return warmup * (_FINAL_RATE + (_PEAK_RATE - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 @torch.inference_mode()
 def _loss(model: Any, windows: Tensor) -> float:
+    """Return the mean next-token cross-entropy on the windows, in nats."""
     model.eval()
     return float(model(input_ids=windows, labels=windows).loss)
 
@@ -272,6 +275,7 @@ class _Undocumented(ast.NodeTransformer):
 
 
 def _root(library: Path | None) -> Path:
+    """Return the folder of the library; by default this Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"]) if library is None else library
 
 
@@ -286,6 +290,7 @@ def _sources(root: Path) -> list[Path]:
 
 
 def _parsed(path: Path) -> ast.Module | None:
+    """Return the syntax tree of a file; None where it cannot be read or parsed."""
     try:
         with warnings.catch_warnings():
             # Hide warnings about old escapes in other people's source from our user.
@@ -297,6 +302,7 @@ def _parsed(path: Path) -> ast.Module | None:
 
 
 def _texts(path: Path, *, chapters: bool) -> list[str]:
+    """Return a file's docstrings, without short ones; with `chapters` its string constants instead."""
     tree = _parsed(path)
     if tree is None:
         return []

@@ -221,6 +221,7 @@ def _write_config(path: Path, what: str, rate: float, remedies: Collection[str] 
 
 
 def _json_lines(path: Path, texts: list[str]) -> None:
+    """Write the texts to `path` as JSON lines with the key `text`."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
@@ -253,6 +254,7 @@ def demo_view(demo: Demo) -> RenderableType:
 
 
 def _learning(learning: Learning) -> list[RenderableType]:
+    """Return a table of what each run learned and forgot, with its notes."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("what is trained")
     for heading in ("rate", f"{NEW} (new)", f"{KNOWN} (known)", "numbers trained", "time"):
@@ -285,8 +287,10 @@ def _learning(learning: Learning) -> list[RenderableType]:
 
 
 def _title(text: str) -> Text:
+    """Return a section's title, with an empty line before it."""
     return Text(f"\n{text}", style="bold")
 
 
 def _written(continuation: str) -> str:
+    """Return the prompt with a model's continuation, on one line."""
     return " ".join(f"{PROMPT}{continuation}".split())

@@ -75,7 +75,7 @@ def evaluate(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Evaluation[SourceScores] | Evaluation[LabelScores]:
-    """Return loss, perplexity, bits per byte and accuracy of models on the same held-out text, and answers to prompts.
+    """Measure loss, perplexity, bits per byte and accuracy of models on the same held-out text; collect their answers.
 
     With `labels` the texts have labels and the models are classifiers: accuracy, F1 and Matthews' correlation. The
     models are compared with the first, document by document. A prompt is a user's turn where a model has a chat
@@ -176,6 +176,7 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
         answers.add_row(Text("prompt", style="bold"), Text(_lines(prompt), style="bold"))
         for row in evaluation.models:
             answers.add_row(printable(row.model), _answer(row.answers[number]))
+        # An empty line, except before the first table.
         parts += [Text()] * bool(parts) + [answers]
     return Group(*parts)
 

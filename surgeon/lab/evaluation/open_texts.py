@@ -38,6 +38,7 @@ class DataConfig(Entry):
 
     @model_validator(mode="after")
     def _differ(self) -> DataConfig:
+        """Raise ValueError where two sources have the same name."""
         if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
         return self
@@ -85,6 +86,7 @@ def open_texts(
 
 
 def _sample(held: HeldOut, most: int, say: Callable[[str], None]) -> HeldOut:
+    """Return at most `most` documents of a text (0: all), a fixed random choice; report where some are left out."""
     if not most or len(held) <= most:
         return held
     say(f"source {held.name}: {most} of its {len(held)} documents (--most)")
@@ -95,7 +97,7 @@ _Opener = Callable[[], HeldOut | None]
 
 
 def _openers(data: Texts, say: Callable[[str], None], labels: bool) -> Iterator[tuple[str, _Opener, str]]:
-    """Yield the name of every source, a function that opens it, and its name in errors."""
+    """Yield (name, function that opens the source, name in errors) for every source."""
     if isinstance(data, HeldOut):
         data = [data]
     if not isinstance(data, str | Path | Mapping) and (opened := [each for each in data if isinstance(each, HeldOut)]):
@@ -112,6 +114,7 @@ def _openers(data: Texts, say: Callable[[str], None], labels: bool) -> Iterator[
 def _entries(
     data: str | Path | Sequence[str | Path | HeldOut] | Mapping[str, str | Path],
 ) -> list[tuple[str | None, Path]]:
+    """Return (name, path) for each given file; name is None where none was given. Raises BadInput for an empty list."""
     if isinstance(data, Mapping):
         return [(name, Path(path)) for name, path in data.items()]
     entries: list[tuple[str | None, Path]] = []
@@ -125,7 +128,10 @@ def _entries(
 
 
 def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: bool) -> list[tuple[str, _Opener]]:
-    """Return the names of the sources in one entry of the data, each with a function that opens it."""
+    """Return (name, function that opens the source) for each source of one given file: a text, or a YAML file of texts.
+
+    Raises BadInput where the YAML file, or its combination with `name` or `labels`, is not valid.
+    """
     if path.suffix not in _CONFIGS:
         called = name or re.sub(r"[^A-Za-z0-9_-]", "_", Path(os.path.realpath(path)).stem)[:60]
         spec = TextSpec(name=called, path=str(path), kind="labels" if labels else None)

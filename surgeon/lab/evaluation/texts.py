@@ -105,6 +105,7 @@ def evaluate_texts(
     reference: dict[str, Scores] | None = None
     for model, own, encoded in zip(models, windows, asked, strict=True):
         found, answers = _run(model, own, encoded, how)
+        # Models with the first model's tokens share its windows.
         same = own is windows[0] if texts else None
         summaries = _summaries(own, found, windows[0], reference)
         rows.append(ModelScores(model.name, same, summaries, tuple(answers)))
@@ -182,6 +183,7 @@ def _window(models: Sequence[Checkpoint], how: How) -> int:
 
 
 def _ask_for_base(model: Checkpoint, models: Sequence[Checkpoint], how: How) -> None:
+    """Note where a model was made by surgery from a base that is not among the models."""
     if model.manifest is not None and not any(other.id in model.base_ids for other in models if other is not model):
         how.note(
             f"{model.name} was made of {model.manifest.base.id}, which is not among the models; --base DIR adds"
@@ -190,6 +192,7 @@ def _ask_for_base(model: Checkpoint, models: Sequence[Checkpoint], how: How) -> 
 
 
 def _note_documents(cut_texts: Mapping[str, Windows], window: int, how: How) -> None:
+    """Note how many documents are cut, and which sources have too few documents for good intervals."""
     if long := sum(windows.cut for windows in cut_texts.values()):
         how.note(
             f"{long} documents are longer than {window} tokens: they are cut into windows, without the text before each"
@@ -206,6 +209,7 @@ def _run(
     prompts: EncodedPrompts | None,
     how: How,
 ) -> tuple[dict[str, Scores], list[Answer]]:
+    """Load a model; return (its scores by source, its answers). Its memory is free afterwards."""
     model, listener = how.load(checkpoint), how.listener
     if cut_texts:
         listener.begin(f"scoring {checkpoint.name}", sum(map(len, cut_texts.values())), "windows")
@@ -230,6 +234,10 @@ def _summaries(
     cut_of_first: Mapping[str, Windows],
     reference: Mapping[str, Scores] | None,
 ) -> tuple[SourceScores, ...]:
+    """Return one model's scores on each source, with differences from the first model.
+
+    `found` are the model's scores, `reference` the first model's (None: this is the first model).
+    """
     summaries: list[SourceScores] = []
     for name, scores in found.items():
         windows, by_token, by_byte = cut_texts[name], None, None
@@ -296,6 +304,7 @@ def _judged(
     texts: Sequence[HeldOut],
     how: How,
 ) -> dict[str, Judged]:
+    """Load a classifier; return its results on every labelled source, by name. Its memory is free afterwards."""
     model = how.load(checkpoint)
     how.listener.begin(f"judging {checkpoint.name}", sum(map(len, texts)), "texts")
     found = judge(model, texts, checkpoint, length=window, batch=how.batch, advance=how.listener.advance)
@@ -308,6 +317,7 @@ def _judged(
 
 
 def _scores(name: str, found: Judged, first: Judged | None) -> LabelScores:
+    """Return a classifier's scores on one source; `first` are the first model's results (None: this is the first)."""
     return LabelScores(
         source=name,
         examples=len(found.nats),

@@ -159,7 +159,10 @@ def read_curves(log: Path) -> tuple[Curve, ...]:
 
 
 def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the log's entries with line numbers; for the output of `surgeon train --json`, with positions."""
+    """Yield (line number, entry) for each entry; in the output of `surgeon train --json`, (position in the log, entry).
+
+    Raises BadInput for content that is neither.
+    """
     if content.startswith(b"{\n"):
         record = parse_json_strict(content, file=str(log), max_bytes=MAX_LOG_BYTES, constants=True)
         losses, logged = record.get("losses"), record.get("log")

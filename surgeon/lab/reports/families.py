@@ -62,15 +62,15 @@ class Families:
         """Return plain data for `--json`.
 
         Keys:
-            `decoders`, `encoders`, `derived_by`: by model type the operations that it takes; the version of
-                transformers whose other models are derived
+            `decoders`, `encoders`: by model type, the operations that it takes
+            `derived_by`: the version of transformers whose other models are derived
         """
         return plain_fields(self)
 
 
 @dataclass(frozen=True)
 class KindOfLayer:
-    """Layers of a base that are alike.
+    """One kind of layer in a base, and the numbers of its layers.
 
     `silence` maps tensors to the values that make such a layer add exactly zero; `refusal` is the reason where there
     are none. `experts` is the router by which init `ot_fusion` matches their experts, `unaligned` lists the modules
@@ -153,6 +153,7 @@ def families(
 
 
 def _kinds(anatomy: Anatomy) -> Iterator[KindOfLayer]:
+    """Yield each kind of layer of a base, in the order of the first layer of the kind."""
     found: dict[tuple[int, str], list[int]] = {}
     for index, entry in enumerate(anatomy.pattern):
         found.setdefault(entry, []).append(index)
@@ -176,6 +177,7 @@ def families_view(found: Families | KnownBase) -> RenderableType:
 
 
 def _overview_view(found: Families) -> RenderableType:
+    """Return the table of the usual model types."""
     table = FittedTable("model type", "is", "operations")
     for is_a, known in (("a decoder", found.decoders), ("an encoder", found.encoders)):
         for model_type, operations in known.items():
@@ -184,6 +186,7 @@ def _overview_view(found: Families) -> RenderableType:
 
 
 def _base_view(found: KnownBase) -> RenderableType:
+    """Return the tables of one base: facts, kinds of layers, and operations."""
     facts = FittedTable(headings=False)
     facts.add_row("model type", printable(found.model_type))
     facts.add_row("known", Text(found.evidence))
@@ -217,6 +220,7 @@ def _aligned(kind: KindOfLayer) -> str:
 
 
 def _silence(kind: KindOfLayer) -> str:
+    """Return, as text, which tensors must have which value for a layer to add nothing."""
     by_value: dict[float, list[str]] = {}
     for suffix, value in kind.silence.items():
         by_value.setdefault(value, []).append(of_experts(suffix))
@@ -239,7 +243,7 @@ class Trial:
 def tried(
     name: str, operation: type[Operation], options: Mapping[str, object], anatomy: Anatomy, folder: CheckpointFolder
 ) -> Trial:
-    """Try an operation on a base, in a plan that contains only this operation."""
+    """Try an operation on a base, in a plan of only this operation; return its promise, or why the base refuses it."""
     try:
         promise = _promise_of(_entry(name, operation, options), anatomy, folder)
     except BadInput as error:
@@ -291,6 +295,7 @@ def options_text(options: Mapping[str, object]) -> str:
 
 
 def _written(value: object) -> str:
+    """Return a value as a plan writes it."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_written(each)}" for key, each in value.items()) + "}"
     return str(value)

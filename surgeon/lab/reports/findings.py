@@ -171,6 +171,7 @@ def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, liste
     found: list[HeatMap] = []
 
     def keep(name: str, matrix: Tensor) -> None:
+        """Store a map as a heat map, its rows scaled to sum to 1."""
         rows, columns = matrix.shape
         cells, block = _by_blocks(matrix.float().cpu() * rows)
         found.append(HeatMap(name, rows, columns, block, tuple(tuple(row) for row in cells.tolist())))

@@ -171,6 +171,7 @@ def _check(lineage: Lineage, folder: CheckpointFolder) -> None:
 
 
 def _layers_with_new_weights(manifest: Manifest) -> set[int]:
+    """Return the layers with new tensors of the last surgery that belong to no graft."""
     found: set[int] = set()
     for name in manifest.new_tensors:
         place = layer_of(name)
@@ -284,7 +285,7 @@ def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: Hist
 def _optimizer_bytes(tensors: Iterable[TensorInfo]) -> int:
     """Return the bytes of AdamW's state: two float32 moments, and a float32 master for narrower tensors.
 
-    The rule is that of train/steps/optimizer.py.
+    `surgeon/training/steps/optimizer.py` has the same rule.
     """
     return sum(info.numel * (8 if DTYPE_BITS[info.dtype] >= 32 else 12) for info in tensors)
 
@@ -292,7 +293,7 @@ def _optimizer_bytes(tensors: Iterable[TensorInfo]) -> int:
 def _sizes_since(name: str, history: History) -> list[int]:
     """Return the sizes of a tensor that has a part for each layer, in the first base and after each surgery.
 
-    The tensor lies outside the layers. For any other tensor, return a list with one entry.
+    The tensor is outside the layers. For any other tensor, return [0].
     """
     surgeries = history.lineage.surgeries
     made = [surgery.new_tensors.get(name) for surgery in surgeries]
@@ -306,6 +307,7 @@ def _sizes_since(name: str, history: History) -> list[int]:
 
 
 def _origin(name: str, manifest: Manifest, history: History) -> str:
+    """Return which count a tensor belongs to: base, earlier or new."""
     if name in manifest.new_tensors:
         return "new"
     place = layer_of(name)

@@ -179,6 +179,7 @@ def _add_training(facts: FittedTable, manifest: Manifest) -> None:
 
 
 def _add_sizes(facts: FittedTable, anatomy: Anatomy) -> None:
+    """Add rows about layers, attention heads and vocabulary."""
     sizes = anatomy.sizes
     facts.add_row("layers", f"{sizes.layers}, width {sizes.hidden}, MLP {sizes.intermediate}")
     facts.add_row("heads", f"{sizes.heads} ({sizes.kv_heads} key-value), of {sizes.head_dim}")
@@ -186,5 +187,6 @@ def _add_sizes(facts: FittedTable, anatomy: Anatomy) -> None:
 
 
 def _steps(run: TrainingEntry) -> str:
+    """Return a run's steps as text, with the published step where it was not the last."""
     best = "" if run.published_step is None else f", of which step {run.published_step:,} was the best"
     return f"{run.steps:,} steps{best}"

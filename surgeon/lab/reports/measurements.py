@@ -96,7 +96,7 @@ def gate_spectra(folder: CheckpointFolder, anatomy: Anatomy, listener: Listener)
 
 
 def _gate_part(anatomy: Anatomy, layer: int) -> tuple[str, slice]:
-    """Return the tensor that contains a layer's gating matrix, and the matrix's rows in it; else an empty name."""
+    """Return (suffix of the tensor with a layer's gating matrix, its rows there); an empty suffix: there is none."""
     for part in anatomy.kinds[anatomy.kind_of[layer]].parts:
         start = 0
         for role, rows in part.blocks:
@@ -107,6 +107,7 @@ def _gate_part(anatomy: Anatomy, layer: int) -> tuple[str, slice]:
 
 
 def _read(folder: CheckpointFolder, name: str) -> Tensor:
+    """Return a stored tensor, in its stored dtype."""
     info = folder.tensors[name]
     return torch.frombuffer(folder.read(name), dtype=stored_dtype(info.dtype)).view(info.shape)
 
@@ -158,7 +159,10 @@ def branch_alignment(folder: CheckpointFolder, device: str, listener: Listener) 
 
 
 def _recorder(states: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
+    """Return a forward hook for an interpolator that appends the last token's states of both branches to `states`."""
+
     def record(_module: Any, inputs: tuple[Tensor, ...], _result: Any) -> None:
+        """Append (pre-trained state, expanded state) of the last token."""
         _, pretrained, expanded = inputs
         states.append((pretrained[0, -1].double().cpu(), expanded[0, -1].double().cpu()))
 
@@ -166,6 +170,7 @@ def _recorder(states: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
 
 
 def _alignment(layer: int, states: list[tuple[Tensor, Tensor]]) -> Alignment:
+    """Compute a layer's alignment from the (pre-trained, expanded) states of all sentences."""
     pretrained = torch.stack([p for p, _ in states])
     expanded = torch.stack([e for _, e in states])
     both = torch.cat((pretrained, expanded))

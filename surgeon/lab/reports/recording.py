@@ -58,6 +58,7 @@ class Observer:
     """A loaded model that records the choices of its routers and gates."""
 
     def __init__(self, model: Any, *, encoder: bool) -> None:
+        """Find the routers and gates of the model, and add hooks that record what the gates do."""
         self.model = model
         # Take Flow from the code that was loaded with the checkpoint, which may differ from the installed code.
         self._flow = sys.modules[type(model).__module__].Flow
@@ -118,12 +119,14 @@ class Observer:
         )
 
     def _add(self, states: Tensor, choices: list[tuple[int, Tensor, Tensor]]) -> None:
+        """Add the weights that each site gave the control states to `states` (sites × states)."""
         for site, chosen, weights in choices:
             row = torch.zeros(len(self.sites), dtype=torch.float64)
             numbers = torch.tensor(self.bank.choice_of(site))[chosen.flatten().cpu()]
             states[site] += row.index_add(0, numbers, weights.flatten().double().cpu())
 
     def _observe(self, place: str, layer: nn.Module) -> None:
+        """Add hooks to a layer's gated adapter, routed experts and interpolator, where it has them."""
         adapter = getattr(getattr(layer, "mlp", None), "adapter", None)
         if adapter is not None and adapter.gate is not None:
             adapter.register_forward_hook(self._record_adapter(f"{place}.adapter"))
@@ -135,9 +138,11 @@ class Observer:
             interpolator.register_forward_hook(self._record_share(f"{place}.interpolator"))
 
     def _record_adapter(self, name: str) -> Callable[..., None]:
+        """Return a hook that records an adapter's gate values and mean absolute outputs."""
         gates, loudness = self._gates.setdefault(name, []), self._loudness.setdefault(name, [])
 
         def record(module: Any, _inputs: Any, result: tuple[Tensor, Tensor]) -> None:
+            """Append the gate's value and the output's mean absolute value of every token."""
             output, score = result
             gates.append(module.opening(score).flatten().cpu())
             loudness.append(output.abs().float().mean(dim=-1).flatten().cpu())
@@ -145,11 +150,13 @@ class Observer:
         return record
 
     def _record_experts(self, place: str, count: int) -> Callable[..., None]:
+        """Return a hook that counts each expert's tokens and adds up its weights; `count`: experts of the layer."""
         taken, summed = self._experts.setdefault(
             place, (torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64))
         )
 
         def record(_module: Any, _inputs: Any, result: tuple[Tensor, ...]) -> None:
+            """Add the choices of one forward to the counts and the sums."""
             _, _, chosen, weights = result
             numbers = chosen.flatten().cpu()
             taken.add_(torch.bincount(numbers, minlength=count))
@@ -158,15 +165,18 @@ class Observer:
         return record
 
     def _record_share(self, name: str) -> Callable[..., None]:
+        """Return a hook that records an interpolator's share α of every token."""
         gates = self._gates.setdefault(name, [])
 
         def record(_module: Any, inputs: tuple[Tensor, ...], result: tuple[Tensor, float | Tensor]) -> None:
+            """Append α of every token; a constant α is repeated."""
             share = torch.as_tensor(result[1], dtype=torch.float32).cpu()
             gates.append(share.expand(*inputs[0].shape[:2], 1).flatten() if share.dim() < 2 else share.flatten())
 
         return record
 
     def _gate(self, name: str) -> GateChoices:
+        """Return the means over all recorded tokens of a gate."""
         values = torch.cat(self._gates[name]).double()
         loudness = self._loudness.get(name)
         return GateChoices(
@@ -177,6 +187,7 @@ class Observer:
 
 
 def _router_choices(weights: Tensor, ids: list[int], tokenizer: Tokenizer | None) -> RouterChoices:
+    """Summarise the router's `weights` (tokens × slots); the first tokens are examples, as ids without tokenizer."""
     largest = weights.argmax(dim=-1)
     shares = torch.bincount(largest, minlength=weights.shape[-1]).double() / len(largest)
     shown = ids[:_EXAMPLES]

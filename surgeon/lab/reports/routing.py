@@ -148,6 +148,7 @@ def routing_view(report: RoutingReport) -> RenderableType:
 
 
 def _table(first: str, *numbers: str) -> FittedTable:
+    """Return a table with the heading `first` for names and `numbers` for columns of numbers."""
     table = FittedTable(first)
     for heading in numbers:
         table.add_column(heading)
@@ -155,6 +156,7 @@ def _table(first: str, *numbers: str) -> FittedTable:
 
 
 def _slot_rows(report: RoutingReport) -> FittedTable:
+    """Return the table of the slots' mean weights, a row for each text."""
     table = _table("text", *(f"slot {slot}" for slot in range(report.slots)))
     for name, text in report.texts.items():
         if text.router is not None:
@@ -163,6 +165,7 @@ def _slot_rows(report: RoutingReport) -> FittedTable:
 
 
 def _expert_rows(report: RoutingReport) -> FittedTable:
+    """Return the table of the most taken experts, a row for each layer and a column for each text."""
     table = FittedTable("layer")
     for name in report.texts:
         table.add_column(printable(name), number=False)
@@ -173,6 +176,7 @@ def _expert_rows(report: RoutingReport) -> FittedTable:
 
 
 def _most_taken(found: ExpertChoices | None) -> str:
+    """Return, as text, the experts that most tokens take, and how many are unused; empty for None."""
     if found is None:
         return ""
     order = sorted(range(len(found.tokens)), key=lambda expert: -found.tokens[expert])[:_MOST_NAMED]
@@ -181,6 +185,7 @@ def _most_taken(found: ExpertChoices | None) -> str:
 
 
 def _gate_rows(report: RoutingReport) -> FittedTable:
+    """Return the table of the gates' means, with the share of closed tokens for adapters."""
     table = _table("gate", *map(printable, report.texts))
     for gate in report.gates:
         chosen = [text.gates[gate] for text in report.texts.values()]

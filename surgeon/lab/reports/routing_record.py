@@ -133,8 +133,10 @@ class RoutingReport(_Entry):
         """Return plain data: the file's content and `--json`.
 
         Keys:
-            `surgeon_routing`, `model`, `router`, `sites`: version of the format; the output; the router's `layer` and
-                `slots`; each site's layer and block
+            `surgeon_routing`: version of the format
+            `model`: the output's name
+            `router`: its `layer` and `slots`, or null
+            `sites`: each site's layer and block
             `texts`: by name `tokens`, `router` (`mean`, `largest`, `examples`), `states`, `gates`, `experts` (by layer
                 `tokens`, each expert's share of them, and `weight`)
         """

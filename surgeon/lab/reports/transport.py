@@ -131,7 +131,8 @@ class TransportReport:
         """Return plain data for `--json`.
 
         Keys:
-            `entropy`, `trained`: by module, the mean over maps; the second after training
+            `entropy`: by module, the mean over its maps
+            `trained`: the same after training (null: no trained checkpoint was given)
             `maps`: each map's place, entropies, iterations and errors
         """
         return {
@@ -249,6 +250,7 @@ def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, obje
 
 
 def _group(module: str) -> str:
+    """Return a module's name without the number of an expert."""
     of_expert = _EXPERT.fullmatch(module)
     return module if of_expert is None else f"expert {of_expert['role']}"
 
@@ -284,7 +286,10 @@ def _solve(
     seen: Sequence[str] = (),
     see: Callable[[str, Tensor], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Solve all maps, and return their reports by name; the maps of one pair are freed before the next pair."""
+    """Solve all maps, and return their reports by name; the maps of one pair are freed before the next pair.
+
+    `see` receives the name and the matrix of each map in `seen`.
+    """
     from surgeon.writing.compute import Evaluator
 
     found: dict[str, dict[str, Any]] = {}
@@ -305,6 +310,7 @@ def _solve(
 
 
 def _check_names(given: Sequence[str], names: list[str]) -> None:
+    """Raise BadInput for a name in `given` that is not in `names`."""
     for name in given:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -351,6 +357,7 @@ def _numbers(manifest: Manifest) -> dict[tuple[int, str], int]:
 
 
 def _fact(layer: str, module: str, recorded: dict[str, Any]) -> MapFact | None:
+    """Return a map that a manifest records; None where a number is missing or not valid."""
     values = {
         key: recorded.get(key) for key in ("entropy", "row_error", "column_error", "rows", "columns", "iterations")
     }

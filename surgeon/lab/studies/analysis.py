@@ -58,6 +58,7 @@ def find(
     corner = losses_of(start, names, by_byte=by_byte, documents=reported)
 
     def point(reported: Documents | None, run: Run, share: float) -> Point:
+        """Return the point of a run, or of its blend with this share of the run, from the documents `reported`."""
         losses_on = partial(losses_of, records[run], names, by_byte=by_byte, share=share)
         new, original = losses_on(documents=reported)
         chosen = losses_on(documents=choosing) if choosing else None
@@ -65,6 +66,7 @@ def find(
         return Point(run.rate, run.seed, new, original, records[run].diverged, share, kl, chosen)
 
     def made_of(reported: Documents | None) -> list[Row]:
+        """Return the rows of all methods and remedies, with losses on the documents `reported`."""
         of = partial(point, reported)
         return [row for method, remedy in study.entries for row in _rows(study, method, remedy, records, losses, of)]
 
@@ -306,6 +308,7 @@ def between(one: Row, other: Row, limits: Pair, *, on: str = "forgets") -> Apart
     if not found:
         return Apart(None)
     width = fmean(widths)
+    # Index 0: the least range of new loss; 1: of original loss.
     return Apart(interval(found), width, width >= limits[on != "forgets"])
 
 
@@ -348,6 +351,7 @@ def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedi
 
 
 def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
+    """Compare two rows of one method with different remedies, seed by seed; the verdict is filled in later."""
     forgets: list[tuple[float, float]] = []
     reach, widths = [], []
     for mine, theirs in _pairs(row, other):
@@ -373,6 +377,7 @@ def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
 
 
 def _named(rows: Sequence[Row], name: str) -> list[Row]:
+    """Return the rows that a claim's `METHOD` or `METHOD/REMEDY` names; a method alone names no blends."""
     return [row for row in rows if name == f"{row.method}/{row.remedy}" or (name == row.method and not row.blended)]
 
 

@@ -135,6 +135,7 @@ class Deadline(Quiet):
     """
 
     def __init__(self, minutes: float, seconds: float) -> None:
+        """Begin to measure the time of the run."""
         super().__init__()
         self.minutes, self.seconds = minutes, seconds
         self.created = self.before = time.monotonic()

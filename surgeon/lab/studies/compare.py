@@ -65,8 +65,9 @@ class Compared:
         """Return plain data for `--json`: the content of `results.json`, and facts about this call.
 
         Keys:
-            `path`, `page`, `made`, `seconds`: of this call, and not in `results.json`: the folder; the page; new runs;
-                their mean time (null: none)
+            `path`, `page`: the folder, and the HTML page in it (not in `results.json`)
+            `made`: how many runs this call made (not in `results.json`)
+            `seconds`: their mean time (null: none; not in `results.json`)
         """
         return {
             **plain_fields(self, without=("findings",)),
@@ -199,6 +200,7 @@ def write_study(target: Path, found: Findings) -> None:
 
 
 def _check_base(base: Checkpoint, loaded: LoadedStudy) -> None:
+    """Raise BadInput for an encoder, a context shorter than a sequence, and chats without a chat template."""
     shown = printable(str(base.path))
     if base.is_encoder:
         raise BadInput(f"{shown}: an encoder, which predicts no next token; a study is of causal language models")
@@ -262,6 +264,7 @@ def _check_plans(loaded: LoadedStudy, base: str | Path, revision: str | None, *,
 
 
 def _gpus() -> int:
+    """Return the number of CUDA devices."""
     import torch
 
     return torch.cuda.device_count()
@@ -328,6 +331,7 @@ def compared_view(compared: Compared) -> RenderableType:
 
 
 def _interval_cell(found: Interval | None, *, signed: bool = True) -> Text:
+    """Return a mean with half its interval; empty for None."""
     if found is None:
         return Text()
     text = Text(f"{found.mean:{'+' if signed else ''}.3f}")
@@ -348,6 +352,7 @@ def _remedied(each: Remedied) -> Text:
 
 
 def _interval_words(found: Interval | None) -> str:
+    """Return a difference with half its interval and its number of seeds, as text."""
     if found is None:
         return "no common range"
     half = "" if found.half is None else f" ± {found.half:.3f}"

@@ -181,9 +181,12 @@ class Findings:
         """Return plain data; numbers that are not finite are written as strings.
 
         Keys:
-            `surgeon_study`, `base`, `budget`, `unit`: version of the format; the model; `steps`, `batch`, `length`,
-                `tokens`, `seeds`; nats a token or bits a byte
-            `texts`, `start`: names of the texts, and the base's mean losses, each `new` and `original`
+            `surgeon_study`: version of the format
+            `base`: the model
+            `budget`: of a run: `steps`, `tokens` (or `bytes`), `batch`, `length`, `seeds`, and `choosing` where given
+            `unit`: of losses: nats a token or bits a byte
+            `texts`: names of the texts, `new` and `original`
+            `start`: the base's mean losses, `new` and `original`
             `rows`: each method with each remedy: `method`, `remedy`, `label`, `kind`, `trained`, `open_end`, `blended`
                 (runs of another row and their blends); `points` (`rate`, `seed`, `new`, `original`, `diverged`; where
                 measured, `share` of the run in a blend, `kl` of base and run on new text, `chosen`, the losses by which
@@ -199,8 +202,10 @@ class Findings:
                 not kept)
             `claims`: each with `says`, `better`, `worse`, `on`, `paper`, `remedy`, `difference` (as `against_full`),
                 `width` of the range that both reach on the other axis, `verdict`
-            `first`, `advice`: what full fine-tuning beats (or empty); the sentence of advice
-            `missing`, `notes`: runs still to be made, a line for each row and seed; lines for the reader
+            `first`: what full fine-tuning beats, in words, or empty
+            `advice`: the sentence of advice
+            `missing`: runs still to be made, a line for each row and seed
+            `notes`: lines for the reader
         """
         return {
             "surgeon_study": 1,
@@ -284,6 +289,7 @@ def advice_of(study: Study, rows: Sequence[Row], corner: Pair) -> str:
 
 
 def _sum(point: Point | None) -> float:
+    """Return the sum of a point's losses; infinite for None."""
     return math.inf if point is None else point.sum
 
 
@@ -330,4 +336,5 @@ def _sureness(row: Row) -> str:
 
 
 def _seeds(count: int) -> str:
+    """Return a note that so few seeds are not enough."""
     return f"{count} seed{'' if count == 1 else 's'}: three are needed to tell methods apart"

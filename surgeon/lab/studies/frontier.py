@@ -181,6 +181,7 @@ def verdicts(every: Sequence[Apart]) -> list[Verdict]:
 
 
 def _verdict(apart: Apart, corrected: float) -> Verdict:
+    """Return a difference's verdict; `corrected` is its corrected p-value, NaN where it has too few seeds or range."""
     found = apart.difference
     if found is None:
         return "no common range"

@@ -53,6 +53,7 @@ def _steps(found: Findings) -> str:
 
 
 def _interval(found: Interval | None, sign: str = "") -> str:
+    """Return a mean with half its interval, as text; empty for None. `sign` is + to show the sign of the mean."""
     if found is None:
         return ""
     half = "" if found.half is None else f" ± {found.half:.4f}"
@@ -111,6 +112,7 @@ def panels_of(found: Findings) -> Panels | None:
 
 
 def _order(row: Row) -> tuple[float, str]:
+    """Return the key that sorts rows by area, rows without an area last."""
     return (row.area.mean if row.area is not None else math.inf, row.label)
 
 

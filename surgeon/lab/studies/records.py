@@ -74,6 +74,7 @@ def packed(found: Packed) -> bytes:
 
 
 def _lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the unpacked lines of a records file. Raises ValueError where it is too large or a line is no object."""
     with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
         text = file.read(_MOST_BYTES + 1)
     if len(text) > _MOST_BYTES:
@@ -86,6 +87,7 @@ def _lines(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _damaged(file: Path, why: str) -> BadInput:
+    """Return the error for a file that is damaged or edited."""
     return BadInput(
         f"{printable(str(file))}: damaged or edited ({printable(why)}); remove it, and its runs are made again"
     )
@@ -171,6 +173,7 @@ def _plain(measured: Measured) -> dict[str, Any]:
 
 
 def _parse(measured: dict[str, Any]) -> Measured:
+    """Return the losses by text that plain data describe."""
     return {name: SourceLoss.parse(source) for name, source in measured.items()}
 
 
@@ -178,7 +181,9 @@ def _parse(measured: dict[str, Any]) -> Measured:
 class Records:
     """The records of a study, in the parent folder of its work folder `work`.
 
-    With `take_over`, records that this user did not write here count too; a note reports them.
+    With `take_over`, records that this user did not write here count too; a note reports them. By the run's name,
+    `found` has the parsed records, `entries` the lines of the file, and `written` the digests of the entries that this
+    user wrote or accepted here.
     """
 
     work: Path
@@ -227,6 +232,7 @@ class Records:
             self._write_study()
 
     def _write_study(self) -> None:
+        """Write study.json, signed."""
         write_signed(self.work / STUDY_FILE, {"fingerprint": self.fingerprint, "written": self.written})
 
     def _clear(self) -> None:
@@ -271,6 +277,7 @@ class Records:
         self.found[key] = record
 
     def _note(self, key: str) -> None:
+        """Add the digest of a run's entry to study.json."""
         self.written[key] = digest(self.entries[key])
         self._write_study()
 

@@ -66,6 +66,7 @@ def carry_out(task: Task) -> Answer:
 
 
 def _recall(task: Task) -> Answer:
+    """Let the base write text; return the number of its tokens."""
     made = recall(
         task["base"],
         revision=task["revision"],
@@ -80,6 +81,7 @@ def _recall(task: Task) -> Answer:
 
 
 def _grow(task: Task) -> Answer:
+    """Grow the base by a plan with the task's seed."""
     apply(
         seeded_plan(task["plan"], task["source"], task["seed"]),
         task["base"],
@@ -93,6 +95,7 @@ def _grow(task: Task) -> Answer:
 
 
 def _run(task: Task) -> Answer:
+    """Train a run and measure it and its blends; a run that diverges gets no losses, but the reason."""
     target = Path(task["to"])
     if target.exists():
         # Left by a study that was interrupted between training and measuring.
@@ -151,6 +154,7 @@ def _texts(task: Task) -> Answer:
 
 
 def _base(task: Task) -> Answer:
+    """Measure the base."""
     return {"measured": _measured(task, Path(task["base"]))}
 
 

@@ -144,6 +144,7 @@ def sizes_left(study: Study, losses: Losses) -> list[tuple[int, int]]:
 
 
 def _seeds(study: Study) -> int:
+    """Return the largest number of seeds of any method."""
     return max(study.seeds_of(method) for method in study.all_methods)
 
 

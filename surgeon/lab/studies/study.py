@@ -136,9 +136,11 @@ class Course:
         return len(self.found) - before
 
     def _runs_left(self) -> list[Run]:
+        """Return the runs that are not finished, in the order in which to make them."""
         return list(runs_left(self.request.loaded.config, self._losses()))
 
     def _losses(self) -> dict[Run, Pair]:
+        """Return the losses of the finished runs, in nats a token."""
         return {run: losses_of(record, self.names, by_byte=False) for run, record in self.found.items()}
 
     @property
@@ -185,6 +187,7 @@ class Course:
             say(f"--minutes {budget.minutes:g}: left out: {left_out(sizes)}; the same command without it goes on")
 
     def _sizes_left(self) -> list[tuple[int, int]]:
+        """Return (seed, number of runs) of each unfinished round."""
         return sizes_left(self.request.loaded.config, self._losses())
 
     def _waiting(self) -> set[tuple[str, str]]:
@@ -223,6 +226,7 @@ class Course:
         return [str(self._config(run)) for run in runs]
 
     def _alone(self, workers: Workers, task: Task) -> Answer:
+        """Carry out one task while no other one runs, and return its answer. Raises BadInput where it fails."""
         workers.begin(task)
         return _checked(workers.wait()[1], "")
 
@@ -293,6 +297,7 @@ class Course:
         self._drop(task)
 
     def _report(self, run: Run, record: Record, seconds: float) -> None:
+        """Report a finished run, and advance the progress by one run."""
         listener = self.request.listener
         if record.measured is None:
             listener.say(f"{run.words}: diverged ({record.diverged})")
@@ -316,9 +321,11 @@ class Course:
             self.grown.remove(grown)
 
     def _grown(self, method: str, seed: int) -> Path:
+        """Return the folder of the grown model of a method and seed."""
         return self.request.work / "grown" / f"{method}+{seed}"
 
     def _grow_task(self, run: Run) -> Task:
+        """Return the task that grows the model of a run."""
         plan = self.request.loaded.plans[run.method]
         return self._task(
             "grow",
@@ -331,8 +338,10 @@ class Course:
         )
 
     def _run_task(self, run: Run, out: Path) -> Task:
+        """Mark a run as in progress; return the task that trains it on the model `out` and measures it."""
         self.busy.add(run)
         request, budget = self.request, self.budget
+        # `limit` is [limit in minutes, seconds left] only where a limit was given and no run's time is known yet.
         return self._task(
             "run",
             run=[run.method, run.remedy, run.rate, run.seed],
@@ -353,6 +362,7 @@ class Course:
         return path
 
     def _training(self, run: Run) -> dict[str, Any]:
+        """Return a run's training config as plain data."""
         loaded = self.request.loaded
         method, remedy = next(
             (method, remedy)
@@ -362,6 +372,7 @@ class Course:
         return training_config(loaded, method, remedy, rate=run.rate, seed=run.seed, memory=_MEMORY)
 
     def _print(self, run: Run) -> str:
+        """Return the digest of everything that a run's numbers depend on."""
         plan = self.request.loaded.plans.get(run.method)
         return run_digest(self.common, None if plan is None else plan.data(), self._training(run))
 

@@ -26,6 +26,7 @@ class Here:
     """A worker that carries out tasks in this process, one at a time."""
 
     def __init__(self) -> None:
+        """Begin without a task."""
         self._task: Task | None = None
 
     def __enter__(self) -> Self:
@@ -61,6 +62,7 @@ class Processes:
     """
 
     def __init__(self, count: int, *, logs: Path, gpus: int = 0) -> None:
+        """Set up the pool; the processes start when its context begins."""
         self._count = count
         self._logs = logs
         self._gpus = gpus
@@ -135,6 +137,7 @@ class Processes:
                 return self._tasks.pop(key.data), json.loads(line)
 
     def _gone(self, number: int) -> BadInput:
+        """Wait for a worker that has ended; return the error with its exit status and the last line of its log."""
         code = self._all[number].wait()
         log = self._logs / f"worker-{number}.log"
         said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -159,6 +162,7 @@ def serve() -> None:
     there = threading.Semaphore(0)
 
     def read() -> None:
+        """Collect tasks from stdin; end this process when stdin ends."""
         for line in sys.stdin.buffer:
             tasks.append(line)
             there.release()

@@ -58,6 +58,7 @@ class LoadedTasks(Loaded[TasksConfig]):
         return self.where(*next(place for place in places if self._has(place)))
 
     def _has(self, place: Place) -> bool:
+        """Return whether the file sets a value at this place, or an option sets one at or below it."""
         return place in self.lines or any(at[: len(place)] == place for at in self.given)
 
 
@@ -92,6 +93,7 @@ def load_tasks(
 
 
 def _read(path: Path) -> Document:
+    """Read a tasks file, unchecked."""
     return read_yaml(path, what=_WHAT, needs="`surgeon_continual: 1` and `tasks:`")
 
 
@@ -105,9 +107,14 @@ def _rows(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _load(
     path: Path, row: str, settings: Mapping[str, Any], overrides: Sequence[str], texts: Mapping[str, str | Path]
 ) -> LoadedTasks:
+    """Load the tasks file for one row: apply the row's `settings`, the overrides and the texts, and check the result.
+
+    Raises BadInput for values that are not valid, names in `texts` that no source has, and sources without a path.
+    """
     # Read the file again for each row, because a row's settings change the document.
     document = _read(path)
     data = document.data
+    # `rows` is removed while the row's settings and the overrides are applied, and put back before the check.
     rows = {key: data.pop(key) for key in ("rows",) if row}
     document.override(overrides_of(settings), example="train.steps=10", called=f"row {row}:")
     document.override(overrides, example="train.steps=10")
@@ -211,6 +218,7 @@ def _taught(task: TaskSpec, *, whole: bool) -> list[tuple[str, TaskSource, float
 
 
 def _source(name: str, source: TaskSource, share: float, task: str) -> SourceSpec:
+    """Return a task's source as a source of a training config."""
     return SourceSpec(
         name=name,
         path=source.path,
@@ -258,6 +266,7 @@ def plans_of(loaded: LoadedTasks) -> list[LoadedPlan | None]:
 
 
 def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
+    """Return the plan of task `number` (from 0); None: it adds nothing. Raises BadInput for an invalid plan."""
     asked = loaded.config.surgery(number)
     if asked == NOTHING:
         return None

@@ -72,6 +72,7 @@ class TaskSource(UnlabelledSpec):
 
     @model_validator(mode="after")
     def _held_out(self) -> TaskSource:
+        """Raise ValueError unless some text of the source is held out."""
         if isinstance(self.validation, float) and not 0 < self.validation < 1:
             raise ValueError("validation must be a share above 0 and below 1, or a file: performance is measured on it")
         return self
@@ -107,6 +108,7 @@ class TrainSettings(RunSettings):
 
     @model_validator(mode="after")
     def _one_of_each(self) -> TrainSettings:
+        """Raise ValueError where both keys of a pair in EXCLUDING are given."""
         for one, other in EXCLUDING:
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise ValueError(f"give `{one}` or `{other}`, not both (null takes a key away)")
@@ -127,6 +129,7 @@ class TaskSpec(Entry):
 
     @model_validator(mode="after")
     def _own(self) -> TaskSpec:
+        """Raise ValueError where no source has the role `task`, or the shares do not fit."""
         if all(source.role == "original" for source in self.sources):
             raise ValueError("a task needs a source of the role `task`")
         check_shares([source.share for source in self.sources])
@@ -193,6 +196,7 @@ class TasksConfig(Entry):
 
     @model_validator(mode="after")
     def _fits(self) -> TasksConfig:
+        """Raise ValueError for repeated names, too many sources, and settings with which a task cannot train."""
         names = [task.name for task in self.tasks] + [source.name for source in self.general]
         if doubled := first_doubled(names):
             raise ValueError(f"two tasks or general sources are called {doubled!r}; names must differ")
@@ -207,6 +211,7 @@ class TasksConfig(Entry):
         return self
 
     def _check_training(self, number: int, task: TaskSpec) -> None:
+        """Raise ValueError where the settings of task `number` (from 0) do not make a complete training."""
         train = self.training(number)
         if number == 0 and self.surgery(0) == NOTHING and not {"what", "lora"} & train.keys():
             raise ValueError(

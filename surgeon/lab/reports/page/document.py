@@ -61,6 +61,7 @@ def _state(verification: Verification | None) -> tuple[str, str]:
 
 
 def _changed_since_birth(verification: Verification) -> bool:
+    """Return whether only checks of the state at birth fail, and no logits were compared."""
     failed = {check.name for check in verification.checks if not check.holds}
     return bool(failed) and failed <= _AT_BIRTH and not verification.comparisons
 
@@ -78,6 +79,7 @@ def _budget_bars(budget: Budget) -> Markup:
 
 
 def _short(number: int) -> str:
+    """Return a count in billions or millions, or in full below a million."""
     if number >= 10**9:
         return f"{number / 1e9:.3g}B"
     return f"{number / 1e6:.3g}M" if number >= 10**6 else f"{number:,}"

@@ -55,7 +55,9 @@ def map_bars(maps: Sequence[MapFact]) -> list[Captioned]:
 
 
 def _each(by_module: Mapping[str, Sequence[MapFact]]) -> str:
+    """Return how many maps a module has, as text: one number, or the fewest and the most."""
     counts = sorted({len(facts) for facts in by_module.values()})
+    # The smallest count, and the largest where it differs.
     return f"{' to '.join(map(str, [*counts[:1], *counts[1:][-1:]]))} maps a module"
 
 
@@ -107,6 +109,7 @@ def routed_experts(report: RoutingReport) -> tuple[list[Captioned], float]:
 
 
 def _largest(rows: Iterable[Sequence[float]]) -> float:
+    """Return the largest of all numbers; 1 where it is 0 or there are none."""
     return max((value for row in rows for value in row), default=0.0) or 1.0
 
 
@@ -121,6 +124,7 @@ def gate_tables(report: RoutingReport) -> list[_Shaded]:
     shares = [gate for gate in report.gates if gate not in adapters]
 
     def table(caption: str, chosen: Sequence[str], field: str, full: float | None) -> _Shaded:
+        """Return the table of a field of the gates `chosen`; `full` has the strongest shade (None: the largest)."""
         rows = [(gate, [getattr(gates_of.get(gate), field, None) for gates_of in by_text]) for gate in chosen]
         largest = max((value for _, values in rows for value in values if value is not None), default=1.0)
         return caption, rows, full or largest
@@ -272,6 +276,7 @@ def heat_range(heat: HeatMap) -> tuple[float, float]:
 
 
 def _colour(value: float, low: float, high: float) -> bytes:
+    """Return the RGB bytes of a value between `low` (dark) and `high` (light), on a logarithmic scale."""
     share = 0.0 if value <= low else 1.0 if value >= high else math.log(value / low) / math.log(high / low)
     at = min(share, 1.0) * (len(_STOPS) - 1)
     low = min(int(at), len(_STOPS) - 2)
@@ -279,7 +284,10 @@ def _colour(value: float, low: float, high: float) -> bytes:
 
 
 def _png(pixels: bytes, width: int, height: int) -> bytes:
+    """Encode RGB rows, each with a filter byte before it, as a PNG."""
+
     def chunk(kind: bytes, data: bytes) -> bytes:
+        """Return a PNG chunk: length, kind, data and checksum."""
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

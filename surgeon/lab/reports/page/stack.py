@@ -43,7 +43,7 @@ class Drawn:
 
 
 def stack_figure(history: History, ends: Sequence[WiderEnd] = ()) -> Markup:
-    """Return the picture. Every layer is a box; lines connect a base layer to its present place."""
+    """Return the stack as SVG. Every layer is a box; lines connect a base layer to its present place."""
     drawn = drawn_stack(history, ends, width=WIDTH)
     size = (WIDTH, drawn.height)
     return drawing("The layer stack, old and new", drawn.summary, size, *drawn.parts, key="stack", class_="chart stack")
@@ -91,6 +91,7 @@ def _way(old: float, new: float) -> Markup:
 
 
 def _old_box(words: str, y: float, kind: str) -> list[Markup]:
+    """Return a box in the column of the first base, with `words` in it; `kind` is its CSS class."""
     return [
         el("rect", x=1, y=y, width=_OLD_WIDTH - 1, height=_TALL, rx=3, class_=kind),
         el("text", words, x=_OLD_WIDTH / 2, y=y + 14, class_="label", text_anchor="middle"),
@@ -164,6 +165,7 @@ def legend_rows(history: History, ends: Sequence[WiderEnd] = ()) -> list[tuple[M
 
 
 def _sample(origin: str) -> Markup:
+    """Return a small box for the legend, drawn like the layers of an origin."""
     box = el("rect", x=1, y=3, width=26, height=14, rx=3, class_=f"layer {origin}")
     return join(box, el("rect", x=19, y=3.5, width=8, height=13, rx=3, class_="beside")) if origin == "widened" else box
 
@@ -174,11 +176,13 @@ def legend(history: History, ends: Sequence[WiderEnd] = ()) -> Markup:
 
 
 def _legend_row(sample: Markup, words: str) -> Markup:
+    """Return a row of the legend: a sample and its meaning."""
     picture = el("svg", sample, viewBox="0 0 30 20", width=30, height=20, aria_hidden="true")
     return el("li", picture, el("span", words))
 
 
 def _layer(layer: StackLayer, y: float, width: float) -> Markup:
+    """Return the row of one layer of the output: its box, number, origin, grafts, and a triangle where it trains."""
     words = origin_words(layer)
     pills = _grouped(layer.marks)
     left = width - _FLAG - sum(_width(sign) for sign, _ in pills)
@@ -201,7 +205,7 @@ def _layer(layer: StackLayer, y: float, width: float) -> Markup:
 
 
 def _grouped(marks: tuple[Mark, ...]) -> list[tuple[str, bool]]:
-    """Return (sign, whether a graft of it trains) for each kind of graft; slots are combined into a range."""
+    """Return (sign, whether some graft of the kind trains) for each kind; numbered grafts are combined into a range."""
     order = list(legends())
     groups: dict[str, list[Mark]] = {}
     for mark in sorted(marks, key=lambda mark: order.index(mark.sign[:1]) if mark.sign[:1] in order else len(order)):
@@ -215,6 +219,7 @@ def _grouped(marks: tuple[Mark, ...]) -> list[tuple[str, bool]]:
 
 
 def _pill(x: float, y: float, sign: str, *, trains: bool) -> Markup:
+    """Return the mark of a graft, at the place (x, y)."""
     legend = legends().get(sign[:1])
     kind = "pill" + (f" c{legend.colour}" if legend else "") + (" trains" if trains else "")
     return join(
@@ -224,8 +229,10 @@ def _pill(x: float, y: float, sign: str, *, trains: bool) -> Markup:
 
 
 def _width(sign: str) -> float:
+    """Return the width of a graft's mark."""
     return _PILL + _LETTER * max(0, len(sign) - 2)
 
 
 def _trains(x: float, y: float) -> Markup:
+    """Return the triangle that marks what trains."""
     return el("path", d=f"M{x:g} {y + 11:g}l5.5 -10l5.5 10z", class_="flag")

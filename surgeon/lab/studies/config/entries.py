@@ -50,6 +50,7 @@ class StudyText(UnlabelledSpec):
 
     @model_validator(mode="after")
     def _held_out(self) -> StudyText:
+        """Raise ValueError unless some of the text is held out."""
         if isinstance(self.validation, float) and not 0 < self.validation < 1:
             raise ValueError(
                 "validation must be a share above 0 and below 1, or a file: losses are compared on held-out text"
@@ -121,6 +122,7 @@ class Remedy(Entry):
 
     @model_validator(mode="after")
     def _has_what_it_teaches_on(self) -> Remedy:
+        """Raise ValueError where `preserve` needs original text and nothing is replayed, or a share of 0 has no use."""
         if self.replay is not None and not self.replay.share and not self.fisher:
             raise ValueError(
                 f"remedy {self.name}: `replay.share` 0 is for `preserve: {{loss: fisher}}`, which reads the text before"
@@ -157,6 +159,7 @@ class TrainSettings(RunSettings):
 
     @model_validator(mode="after")
     def _no_rate(self) -> TrainSettings:
+        """Raise ValueError where `optimizer` sets a learning rate."""
         if self.optimizer is not None and (self.optimizer.lr is not None or self.optimizer.min_lr is not None):
             raise ValueError("`lr` and `min_lr` come from the study's `rates`: leave them out")
         return self
@@ -202,6 +205,7 @@ class MethodSpec(Entry):
 
     @model_validator(mode="after")
     def _one_way(self) -> MethodSpec:
+        """Raise ValueError unless the method is exactly one way to train, and `set` only where there is a plan."""
         given = [key for key in ("plan", *PEERS) if getattr(self, key) is not None]
         if len(given) != 1 and given != ["plan", "full"]:
             raise ValueError(

@@ -116,6 +116,7 @@ class Study(Entry):
 
     @model_validator(mode="after")
     def _fits(self) -> Study:
+        """Raise ValueError for repeated or unknown names, too few rates, wrong shares, and other than one budget."""
         if sum(given is not None for given in (self.steps, self.tokens, self.bytes)) != 1:
             raise ValueError("give one of `steps`, `tokens` and `bytes`: every run has the same")
         texts = [text.called for group in (self.new, self.original, self.replayed) for text in group]

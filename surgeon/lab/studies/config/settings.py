@@ -160,11 +160,12 @@ def recalled_by(study: Study) -> GenerateSpec:
 
 
 def seeded_plan(text: str, source: str, seed: int) -> LoadedPlan:
-    """Return the plan with the run's seed."""
+    """Parse a plan's `text` with the run's seed in place of its own; `source` names the plan in errors."""
     return parse_plan(text, source=source, overrides=[f"seed={seed}"])
 
 
 def _source(loaded: LoadedStudy, text: StudyText, role: str, share: float) -> dict[str, Any]:
+    """Return a text of a study as a source of a training config, with absolute paths."""
     validation: float | str = text.validation
     if isinstance(validation, str) and not validation.startswith("split:"):
         validation = str(loaded.resolve(validation).absolute())
