@@ -383,7 +383,7 @@ class _Scored:
         return torch.cat([scores(gate, at_work, evidence).flatten() for evidence, at_work, _ in self.parts])
 
     def open(self, gate: Any) -> tuple[Tensor, Tensor]:
-        """Return for every token whether the gate with its present tensors is open, and the length of its prefix."""
+        """Return (whether the gate with its present tensors is open, length of the prefix) for every token."""
         on = [at_work.held(*at_work.judged(gate, evidence)).flatten().cpu() for evidence, at_work, _ in self.parts]
         return torch.cat(on), torch.cat([lengths.flatten() for *_, lengths in self.parts])
 

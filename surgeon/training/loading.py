@@ -17,7 +17,10 @@ UPCYCLE = "upcycle_experts"
 
 
 def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
-    """Load the model and set exactly the run's parameters to train. Raises BadInput, WrongSet."""
+    """Load the model and set exactly the run's parameters to train; return (the model, the parameters).
+
+    Raises BadInput where the model cannot be loaded or trained so, and WrongSet where other parameters would train.
+    """
     config = run.loaded.config
     if config.attention == "flex_attention" and run.device == "cpu":
         raise BadInput(
@@ -60,7 +63,7 @@ def _spreads(run: Run, model: Any) -> bool:
 
 
 def trained_numbers(model: Any, fixed: Mapping[str, int]) -> int:
-    """Return how many numbers train, without those that are fixed."""
+    """Return how many numbers train, without fixed ones; `fixed` counts them by the parameter's name."""
     training = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     left = sum(fixed.get(name, 0) for name, _ in training)
     total: int = sum(p.numel() for _, p in training)

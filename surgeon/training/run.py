@@ -148,7 +148,10 @@ class Objective(ABC):
         """Raise BadInput where the model cannot learn this objective."""
 
     def trained(self, target: Target, wanted: TrainableSet) -> TrainableSet:
-        """Return a target's tensors, `wanted`, and those that train in addition to every target. Raises BadInput."""
+        """Add to a target's tensors, `wanted`, the tensors that train with every target.
+
+        Raises BadInput where the model cannot be built to find them.
+        """
         return wanted
 
     def ready(
@@ -304,7 +307,7 @@ class Remedy(ABC):
         return None
 
     def room(self, model: Any) -> tuple[int, str]:
-        """Return the most bytes of the remedy's files in the work folder, and what messages call them."""
+        """Return (the most bytes of the remedy's files in the work folder, their name in messages)."""
         return 0, ""
 
     def measure(self, run: Run, model: Any, head: FusedHead | None) -> None:  # noqa: B027  # most measure nothing

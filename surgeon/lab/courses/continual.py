@@ -151,7 +151,7 @@ def _complete(request: Request) -> Continued | None:
 def _checked(
     loaded: LoadedTasks, base: str | Path, revision: str | None, *, trust_remote_code: bool
 ) -> tuple[list[LoadedPlan | None], Checkpoint]:
-    """Return the tasks' surgeries (None: a task has none) and the opened base.
+    """Check the tasks; return (each task's plan or None, the opened base).
 
     Raises BadInput where the tasks' texts, plans and trainings do not fit each other or the base.
     """

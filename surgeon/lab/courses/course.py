@@ -135,7 +135,7 @@ class State:
 
     @classmethod
     def read(cls, path: Path) -> tuple[State, Signed] | None:
-        """Return the state at `path` and its signature; None where there is no file.
+        """Return (the state at `path`, its signature); None where there is no file.
 
         Raises BadInput where the file is damaged or edited.
         """
@@ -365,7 +365,10 @@ class _Course:
         sync(self.request.target.parent)
 
     def clean_up(self, folder: WorkFolder) -> Path | None:
-        """Remove the work folder. With `keep`, first move the earlier runs to the kept folder, which is returned."""
+        """Remove the work folder. With `keep`, first move the earlier runs to the kept folder.
+
+        Return the kept folder; None where nothing is kept. Raises BadInput where it is a symbolic link.
+        """
         runs = [self.run_of(number) for number in range(len(self.config.tasks) - 1)]
         kept = kept_folder(self.request.target)
         if self.request.keep and any(run.exists() for run in runs):

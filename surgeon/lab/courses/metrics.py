@@ -39,7 +39,10 @@ Measurement = Mapping[str, Measured]
 
 
 def measured_rows(rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Measured]]:
-    """Return the measurements of each row from plain data. Raises TypeError, KeyError, AttributeError."""
+    """Return the measurements of each row from plain data.
+
+    Raises TypeError, KeyError or AttributeError where the data have another form.
+    """
     return [
         {name: Measured(found["tokens"], found["right"], found["nats"]) for name, found in row.items()} for row in rows
     ]

@@ -189,7 +189,7 @@ def _cells(row: Measurement, names: Sequence[str]) -> list[str]:
 
 
 def _judged(continued: Continued, number: int) -> tuple[str, str, str]:
-    """Return OP, BWT and ΔR after `number` tasks, as text."""
+    """Return (OP, BWT, ΔR) after `number` tasks, as text: percent and points; ΔR is empty where not measured."""
     delta = continued.delta[number - 1]
     return (
         f"{continued.overall[number - 1]:.1%}",

@@ -108,7 +108,7 @@ def make_base(folder: Path, documents: list[str], *, seconds: float, seed: int, 
 
 
 def split(documents: list[str]) -> tuple[list[str], list[str]]:
-    """Return the documents to train on, and every twentieth document, which is held out."""
+    """Return (documents to train on, held-out documents); every twentieth document is held out."""
     return [text for index, text in enumerate(documents) if index % _HELD_OUT], documents[::_HELD_OUT]
 
 

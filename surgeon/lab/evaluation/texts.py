@@ -209,7 +209,7 @@ def _run(
     prompts: EncodedPrompts | None,
     how: How,
 ) -> tuple[dict[str, Scores], list[Answer]]:
-    """Load a model; return (its scores by source, its answers). Its memory is free afterwards."""
+    """Score a model and collect its answers; return (scores by source, answers). The model is freed afterwards."""
     model, listener = how.load(checkpoint), how.listener
     if cut_texts:
         listener.begin(f"scoring {checkpoint.name}", sum(map(len, cut_texts.values())), "windows")

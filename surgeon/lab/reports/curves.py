@@ -111,7 +111,7 @@ def training_runs(history: History) -> tuple[TrainingRun, ...]:
 
 
 def _points(by_step: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """Return a manifest's losses sorted by step, without those that are not finite."""
+    """Return (step, loss) pairs from a manifest, sorted by step; losses that are not finite are left out."""
     found = ((int(step), loss) for step, loss in by_step.items() if re.fullmatch("[0-9]{1,15}", step))
     return tuple(sorted((step, loss) for step, loss in found if math.isfinite(loss)))
 

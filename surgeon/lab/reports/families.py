@@ -263,7 +263,7 @@ def _entry(name: str, operation: type[Operation], options: Mapping[str, object])
 
 
 def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder) -> Promise:
-    """Return the promise of an operation, drawn alone on a base. Raises BadInput where the base refuses it."""
+    """Draw a plan of only this operation on a base, and return its promise. Raises BadInput where the base refuses."""
     base = OpenedBase(folder, anatomy, weights=False)
     draft = Draft(anatomy, folder.config, seed=0)
     found = _facts(operation, base)

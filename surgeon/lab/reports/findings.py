@@ -106,7 +106,7 @@ class Sources:
 
     @property
     def files(self) -> list[tuple[str, Path]]:
-        """The files to read, each with its description for errors."""
+        """(Description for errors, path) of each file to read."""
         named = [("text", text) for text in self.texts.values()]
         named += [("routing record", self.routing), ("log of losses", self.log)]
         return [(what, file) for what, file in named if file is not None]
@@ -182,7 +182,7 @@ def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, liste
 
 
 def _by_blocks(matrix: Tensor) -> tuple[Tensor, int]:
-    """Return the matrix reduced to at most `_CELLS` a side, and the side of a block; a cell is its block's maximum."""
+    """Reduce a matrix to at most `_CELLS` a side by block maxima; return (the reduced matrix, the side of a block)."""
     from torch.nn import functional
 
     block = -(-max(matrix.shape) // _CELLS)

@@ -123,7 +123,7 @@ def _widened(layers: Sequence[StackLayer], folder: CheckpointFolder, first: Mani
 
 
 def _numbers(tensors: Mapping[str, TensorInfo] | Mapping[str, StoredTensor]) -> dict[int | None, dict[str, int]]:
-    """Return the number of parameters of each tensor, by layer and suffix."""
+    """Return the parameters of each tensor in a layer, by layer number and suffix; other tensors are left out."""
     found: dict[int | None, dict[str, int]] = {}
     for name, tensor in tensors.items():
         if (place := layer_of(name)) is not None:

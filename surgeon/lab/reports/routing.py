@@ -53,7 +53,7 @@ def _check_record_place(to: Path) -> None:
 def _opened(
     out: Path, texts: Mapping[str, Path | None], to: Path | None, listener: Listener, *, trust_remote_code: bool
 ) -> tuple[CheckpointFolder, Anatomy]:
-    """Check the texts and the record's place, then open the output.
+    """Check the texts and the record's place, then open the output; return (its folder, its anatomy).
 
     Raises BadInput for a text, a place or an output that cannot be used, and NothingChooses for an output without
     grafts.

@@ -50,7 +50,7 @@ def find(
     records: Mapping[Run, Record],
     names: tuple[list[str], list[str]],
 ) -> Findings:
-    """Return the results of a study; `start` is the base's record, `names` are those of new and original texts."""
+    """Return the results of a study; `start` is the base's record, `names` are (new texts, original texts)."""
     study = loaded.config
     by_byte = _other_tokens(start, records)
     choosing, reported = parted(study, start)
@@ -106,7 +106,7 @@ def find(
 
 
 def parted(study: Study, start: Record) -> tuple[Documents | None, Documents | None]:
-    """Return, by text, the documents that choose runs and the documents whose losses are reported; None: all for both.
+    """Return (documents that choose runs, documents whose losses are reported), by text; (None, None): all for both.
 
     The documents for choosing are spread evenly over all documents, which are in the order of their file.
     """
@@ -172,7 +172,7 @@ def _nat(start: Record, names: tuple[list[str], list[str]]) -> float:
 def judge(
     made: Sequence[Row], claims: Sequence[Claim], corner: Pair, nat: float = 1.0
 ) -> tuple[list[Row], list[Judged]]:
-    """Return the rows compared with full fine-tuning, and the judged claims; all verdicts are corrected together.
+    """Return (rows compared with full fine-tuning, claims with verdicts); all verdicts are corrected together.
 
     `corner` contains the base's losses. `nat` is the value of one nat a token in the unit of `corner`.
     """
@@ -287,7 +287,7 @@ def _rows(
 
 
 def _pairs(one: Row, other: Row) -> list[tuple[list[Pair], list[Pair]]]:
-    """Return the frontiers of two rows for each seed that both rows have."""
+    """Return (frontier of `one`, frontier of `other`) for each seed that both rows have."""
     return [(one.frontier(seed), other.frontier(seed)) for seed in sorted({*one.seeds()} & {*other.seeds()})]
 
 
@@ -313,7 +313,7 @@ def between(one: Row, other: Row, limits: Pair, *, on: str = "forgets") -> Apart
 
 
 def _claimed(claims: Sequence[Claim], rows: Sequence[Row], limits: Pair) -> list[tuple[Claim, str, Apart]]:
-    """Return every claim with each pair of rows that it compares.
+    """Return (claim, remedy in words, difference) for each pair of rows that a claim compares.
 
     A claim compares its two methods under each remedy that both have, or under the remedies that the claim names.
     """

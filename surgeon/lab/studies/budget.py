@@ -1,4 +1,4 @@
-"""`--minutes`: how much of a study fits into the time, such that all rows are still compared alike.
+"""`--minutes`: how much of a study fits into the time, such that the comparison stays fair to all rows.
 
 Where time is short, seeds are left out first, then rates, starting with the rates at the ends: fewer seeds only make a
 comparison less certain, while a row that lacks its best rate is compared unfairly. So runs are made in rounds

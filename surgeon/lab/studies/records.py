@@ -116,7 +116,7 @@ class SourceLoss:
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> SourceLoss:
-        """Return the losses that the plain data describe. Raises TypeError, ValueError."""
+        """Return the losses in plain data. Raises TypeError or ValueError where the data have another form."""
         each = [(float(nats), int(tokens), int(nbytes)) for nats, tokens, nbytes in data.get("by_document", ())]
         return cls(**data | {"by_document": tuple(each)})
 
@@ -161,7 +161,7 @@ class Record:
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Record:
-        """Return the record that the plain data describe. Raises KeyError, TypeError, ValueError."""
+        """Return the record in plain data. Raises KeyError, TypeError or ValueError where they have another form."""
         measured = None if data["measured"] is None else _parse(data["measured"])
         blended = {float(share): _parse(each) for share, each in data.get("blended", {}).items()}
         return cls(measured, data.get("trained", 0), data.get("diverged", ""), data.get("steps", 0), blended)
@@ -295,7 +295,7 @@ def losses_of(
     documents: Mapping[str, Sequence[int]] | None = None,
     share: float = 1.0,
 ) -> tuple[float, float]:
-    """Return the mean loss over the new texts and over the original texts; both infinite where they were not measured.
+    """Return (mean loss on the new texts, mean loss on the original texts); both infinite where not measured.
 
     Args:
         record: The result of a run.

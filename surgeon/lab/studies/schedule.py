@@ -77,7 +77,7 @@ def rates_of(study: Study, method: MethodSpec, remedy: Remedy, losses: Losses) -
 
 
 def _next(rates: Sequence[float], points: Sequence[Pair], most: int) -> tuple[float | None, str]:
-    """Return the next rate to try; or None, with the reason where the best lies at an end."""
+    """Return (the next rate to try, ""), or (None, why the best rate may be beyond an end; empty: it is not)."""
     learned = [new for new, _ in points]
     both = [new + original for new, original in points]
     if learned[-1] == min(learned) and math.isfinite(learned[-1]):

@@ -145,7 +145,7 @@ class Course:
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """The names of the new and of the original texts on which losses are measured."""
+        """(Names of the new texts, names of the original texts) on which losses are measured."""
         return measured_names(self.request.loaded)
 
     @property

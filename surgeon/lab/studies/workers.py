@@ -47,7 +47,7 @@ class Here:
         self._task = task
 
     def wait(self) -> tuple[Task, Answer]:
-        """Carry out the stored task; return the task and its answer."""
+        """Carry out the stored task; return (the task, its answer)."""
         from surgeon.lab.studies.running import carry_out
 
         assert self._task is not None
@@ -125,7 +125,7 @@ class Processes:
             raise self._gone(number) from None
 
     def wait(self) -> tuple[Task, Answer]:
-        """Wait for the next task that ends; return it with its answer. Raises BadInput where a worker has ended."""
+        """Wait for the next task to end; return (the task, its answer). Raises BadInput where a worker has ended."""
         assert self._tasks
         while True:
             for key, _ in self._selector.select():

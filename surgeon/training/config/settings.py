@@ -55,7 +55,7 @@ class Settings:
 def settle(
     loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int, steps: int | None = None
 ) -> tuple[Settings, list[str]]:
-    """Return the settings for a model whose config names `context` positions (None: no limit), and notes about them.
+    """Return (settings, notes about them) for a model whose config names `context` positions (None: no limit).
 
     `operations` are the operations whose tensors train; empty where the base's own tensors train, or a LoRA. `steps` is
     the count from the config's `epochs` or `bytes`; None: the config's `steps`, or where it has none a placeholder that

@@ -225,8 +225,8 @@ class CachedTeacher:
     def _groups(self, done: int, size: int) -> Iterator[tuple[int, list[int], list[PackedSequence]]]:
         """Draw the sequences after the first `done`, and yield them in groups with `size` sequences that are taught.
 
-        The base teaches on some sequences only. A group has the number of sequences drawn, the places of the taught
-        ones among these, and the taught sequences.
+        The base teaches on some sequences only. A group is (number of sequences drawn, places
+        of the taught sequences among them, the taught sequences).
         """
         count, places, kept = 0, list[int](), list[PackedSequence]()
         for _ in range(done, self.sequences):

@@ -77,7 +77,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        """Return the gradients of h and W, times the upstream gradient."""
+        """Return the gradients of h and W, times the upstream gradient; None where no gradient is needed."""
         of_hidden, of_weight = ctx.saved_tensors
         scale = upstream[0]
         return (
@@ -121,7 +121,7 @@ def chunked_cross_entropy(
     wanted = labels[counted]
 
     def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Return the sum of −log softmax at the labels, and a function that returns its gradient, softmax − one-hot."""
+        """Return (Σ −log softmax at the labels, a function that returns its gradient)."""
         at = wanted[begin : begin + rows, None]
         normaliser = logits.logsumexp(-1, keepdim=True)
         found = (normaliser - logits.gather(1, at)).sum()
@@ -138,7 +138,7 @@ def chunked_cross_entropy(
 
 
 def whole_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
-    """Sum the cross-entropy with all logits at once, by torch; arguments are those of `chunked_cross_entropy`."""
+    """Sum the cross-entropy with all logits at once, by torch; arguments are as in `chunked_cross_entropy`."""
     logits = (hidden @ weight.T).float()
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
@@ -146,7 +146,7 @@ def whole_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: 
 
 
 def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
-    """Sum the cross-entropy by liger-kernel's fused kernel; arguments are those of `chunked_cross_entropy`."""
+    """Sum the cross-entropy by liger-kernel's fused kernel; arguments are as in `chunked_cross_entropy`."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     total: Tensor = liger_fused_linear_cross_entropy(

@@ -67,7 +67,7 @@ def chunked_divergence(
         return part.dealt_out(log_q) if isinstance(part, TopK) else _log_softmax(part, head[:old], cap, temperature)
 
     def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Return a chunk's divergence, summed over its rows, and a function that computes its gradient.
+        """Return (a chunk's divergence, summed over its rows; a function that computes its gradient).
 
         The gradient is τ (q − p), or for the reverse τ q (log q − log p − KL).
         """
@@ -141,7 +141,7 @@ class Preserving:
         self.found = torch.zeros(())
 
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return which tokens count, B T, bool: those whose next token has a label, where the base is to teach.
+        """Return which tokens count, B T, bool: tokens whose next token has a label, where the base is to teach.
 
         With `on: original` the base teaches only on sequences of its own domain, else on all. In a sequence, no token
         counts from the first one on that is not in the base's vocabulary.

@@ -48,7 +48,7 @@ class Fisher(Remedy):
         ]
 
     def room(self, model: Any) -> tuple[int, str]:
-        """Return the bytes of the file of the Fisher information, and what messages call it."""
+        """Return (bytes of the file of the Fisher information, its name in messages)."""
         return 4 * sum(p.numel() for p in model.parameters() if p.requires_grad), "the Fisher information"
 
     def measure(self, run: Run, model: Any, head: FusedHead | None) -> None:

@@ -136,7 +136,7 @@ class Kl(Remedy):
         return copy
 
     def room(self, model: Any) -> tuple[int, str]:
-        """Return the bytes of the base's recorded predictions (0: none are recorded), and what messages call them."""
+        """Return (bytes of the base's recorded predictions, 0 where none are recorded; their name in messages)."""
         return (0 if self.cached is None else self.cached.needed_bytes()), "what the base says"
 
     def measure(self, run: Run, model: Any, head: FusedHead | None) -> None:

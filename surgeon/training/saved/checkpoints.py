@@ -61,7 +61,7 @@ class RunRecord:
 
     @classmethod
     def read_with_origin(cls, work: Path) -> tuple[RunRecord, Signed] | None:
-        """Read the record and its signature, which shows who wrote it where. Errors are those of `read`."""
+        """Return (record, signature, which shows who wrote it where); None where there is none. Raises as `read`."""
         try:
             signed = read_signed(work / RUN_FILE)
             if signed is None:
@@ -252,7 +252,7 @@ class Saving:
     def add(self, write: Write) -> None:
         """Write one file of the checkpoint by `write`: at once, or in the thread after `finish`.
 
-        In the latter case the tensors that `write` refers to must not be changed.
+        Where the thread writes, the tensors that `write` refers to must not be changed.
         """
         if self.beside:
             self._writes.append(write)

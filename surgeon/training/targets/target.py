@@ -51,7 +51,10 @@ class Target(ABC):
 
     @abstractmethod
     def names(self) -> TrainableSet:
-        """Return the tensors that train, without those that the objective adds. Raises BadInput."""
+        """Return the tensors that train, without tensors that the objective adds.
+
+        Raises BadInput where the output lacks the tensors that the config names.
+        """
 
     def notes(self) -> list[str]:
         """Return what the user should know of this target before the run, a line each."""
@@ -59,7 +62,10 @@ class Target(ABC):
 
     @abstractmethod
     def attach(self, model: Any, wanted: TrainableSet) -> TrainedParameters:
-        """Set exactly `wanted` to train; return its parameters in the loaded model. Raises BadInput, WrongSet."""
+        """Set exactly `wanted` to train; return its parameters in the loaded model.
+
+        Raises BadInput where a tensor cannot train in this way, and WrongSet where other parameters would train.
+        """
 
     @abstractmethod
     def publish(self, trained: Path, wanted: TrainableSet, called: str) -> Values:

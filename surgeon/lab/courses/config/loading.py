@@ -142,7 +142,7 @@ def _load(
 
 
 def _named(data: Mapping[str, Any]) -> Iterator[tuple[Place, str, dict[str, Any]]]:
-    """Yield the place, name and mapping of every source in a tasks file's data.
+    """Yield (place in the file, name, mapping) for every source in a tasks file's data.
 
     The data are not checked yet, so an entry that is no mapping counts as an empty one.
     """
@@ -187,8 +187,9 @@ def at_line(loaded: LoadedTasks, number: int) -> Iterator[None]:
 def training_of(config: TasksConfig, number: int) -> TrainConfig:
     """Return the training config of task `number` (from 0).
 
-    Its sources are the task's own ones, and, with the weight `replay`, those of earlier tasks and the memory. Sources
-    of earlier tasks come first, so that the `domain_ids` of task k are k and its slot is k - 1, whatever is replayed.
+    Its sources are the task's own sources and, with the weight `replay`, sources of earlier tasks and the memory.
+    Sources of earlier tasks come first, so that the `domain_ids` of task k are k and its slot is k - 1, whatever is
+    replayed.
     """
     task = config.tasks[number]
     replay = config.replay if task.replay is None else task.replay
@@ -211,7 +212,7 @@ def training_of(config: TasksConfig, number: int) -> TrainConfig:
 
 
 def _taught(task: TaskSpec, *, whole: bool) -> list[tuple[str, TaskSource, float]]:
-    """Return a task's sources with shares that sum to 1: all with `whole`, else only those of the role `task`."""
+    """Return (name, source, share) of a task's sources; shares sum to 1. Without `whole`, only of role `task`."""
     named = [entry for entry in task.named_sources() if whole or entry[1].role == "task"]
     total = math.fsum(share for _, _, share in named)
     return [(name, source, share / total) for name, source, share in named]
@@ -241,7 +242,7 @@ def texts_of(sources: Sequence[GeneralSource]) -> list[TextSpec]:
 
 
 def every_text(config: TasksConfig) -> list[tuple[Place, TextSpec]]:
-    """Return every text of a tasks file with its place: first the tasks' sources, then `general` and `memory`."""
+    """Return (place in the file, text) for every text: first the tasks' sources, then `general` and `memory`."""
     found: list[tuple[Place, TextSpec]] = [
         (("tasks", number, "sources", nth), source)
         for number in range(len(config.tasks))

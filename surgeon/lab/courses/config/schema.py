@@ -136,7 +136,7 @@ class TaskSpec(Entry):
         return self
 
     def named_sources(self) -> list[tuple[str, TaskSource, float]]:
-        """Return the task's sources with their names and shares; the shares sum to 1."""
+        """Return (name, source, share) for each of the task's sources; the shares sum to 1."""
         given = [source.share for source in self.sources if source.share is not None]
         missing = len(self.sources) - len(given)
         rest = (1 - math.fsum(given)) / missing if missing else 0.0

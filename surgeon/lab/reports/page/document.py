@@ -43,7 +43,7 @@ def render(findings: Findings) -> str:
 
 
 def _state(verification: Verification | None) -> tuple[str, str]:
-    """Return a short text about what was proven, and its tone (good, warn or bad)."""
+    """Return (a short text about what was proven, its tone: good, warn or bad)."""
     if verification is None:
         return "not run for this report", "warn"
     if not verification.holds:

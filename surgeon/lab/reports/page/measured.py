@@ -62,7 +62,7 @@ def _each(by_module: Mapping[str, Sequence[MapFact]]) -> str:
 
 
 def control_states(report: RoutingReport) -> tuple[list[Captioned], float]:
-    """Draw the control states that each site takes, a grid for each text; also return the largest weight."""
+    """Draw the control states that each site takes; return (a grid with caption for each text, the largest weight)."""
     names = [f"{layer}.{_SHORT.get(kind, kind)}" for layer, kind in report.sites]
     largest = _largest(row for text in report.texts.values() for row in text.states)
     drawn = []
@@ -85,7 +85,7 @@ def control_states(report: RoutingReport) -> tuple[list[Captioned], float]:
 
 
 def routed_experts(report: RoutingReport) -> tuple[list[Captioned], float]:
-    """Draw the experts that tokens take, a grid for each text; also return the largest share."""
+    """Draw the experts that tokens take; return (a grid with caption for each text, the largest share)."""
     largest = _largest(found.tokens for text in report.texts.values() for found in text.experts.values())
     drawn = []
     for nth, (name, text) in enumerate(report.texts.items()):
@@ -161,7 +161,7 @@ def spectra_lines(spectra: Sequence[Spectrum]) -> Markup:
 
 
 def _mean(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, float]]:
-    """Return the mean spectrum by rank, as a share of all ranks; a long spectrum is reduced to about 64 values."""
+    """Return (rank as a share of all ranks, mean value) of spectra; about 64 points of long spectra."""
     count = min(map(len, rows))
     span = max(1, count - 1)
     kept = sorted({*range(0, count, max(1, count // 64)), count - 1})
@@ -266,7 +266,7 @@ def heat_png(heat: HeatMap) -> Markup:
 
 
 def heat_range(heat: HeatMap) -> tuple[float, float]:
-    """Return the values of the darkest and the lightest colour: the smallest positive cell and the largest.
+    """Return (value of the darkest colour, value of the lightest): the smallest positive cell and the largest cell.
 
     The darkest is at least a millionth of the lightest.
     """

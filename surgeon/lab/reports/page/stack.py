@@ -138,7 +138,7 @@ def origin_words(layer: StackLayer) -> str:
 
 
 def legend_rows(history: History, ends: Sequence[WiderEnd] = ()) -> list[tuple[Markup, str]]:
-    """Return a sample and its meaning for each kind of box, letter and triangle in the picture.
+    """Return (sample, meaning) for each kind of box, letter and triangle in the picture.
 
     A sample is 30 units wide and 20 units tall.
     """

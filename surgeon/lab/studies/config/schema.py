@@ -156,7 +156,7 @@ class Study(Entry):
 
     @property
     def entries(self) -> list[tuple[MethodSpec, Remedy]]:
-        """All pairs of a method and one of its remedies; each pair has its own frontier."""
+        """All pairs (method, one of its remedies); each pair has its own frontier."""
         return [
             (method, remedy)
             for method in self.all_methods

@@ -37,7 +37,7 @@ _NEVER = 10**9
 
 
 def measured_names(loaded: LoadedStudy) -> tuple[list[str], list[str]]:
-    """Return the names of the new texts and of the original texts on which losses are measured."""
+    """Return (names of the new texts, names of the original texts) on which losses are measured."""
     original = [text.called for text in loaded.texts("original")]
     return [text.called for text in loaded.texts("new")], original or [RECALLED]
 
@@ -205,7 +205,7 @@ def suited(loaded: LoadedStudy, base: Checkpoint) -> LoadedStudy:
 
 
 def _fitting(method: MethodSpec, base: Checkpoint) -> tuple[MethodSpec | None, str]:
-    """Return the method adapted to this base, and a note on the change; None where the method cannot be used."""
+    """Return (the method adapted to this base, a note or ""); the method is None where the base cannot have it."""
     if method.partial is not None and "every" not in method.partial.model_fields_set:
         layers = base.layers
         if layers < method.partial.every:
