@@ -69,7 +69,7 @@ class Prompted(Recipe):
     against: tuple[tuple[str, ...], ...] = ()
 
     def compute(self, bench: Bench) -> Tensor:
-        """Return the layer's rows, scaled."""
+        """Return the mean inputs of this layer's MLP, a row for each list of prompts, times `norm`."""
         return bench.prompted(self.prompts, self.against)[self.layer].mul(self.norm)
 
 
