@@ -85,7 +85,7 @@ class Legend:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A marker for a string field; `options` is called when a value is checked, as plugins may add to it."""
+    """A marker for a string field; `options` is called each time that a value is checked, as plugins may add to it."""
 
     options: Callable[[], Iterable[str]]
 
@@ -98,9 +98,11 @@ class OneOf:
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the field's own schema, followed by `check`."""
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the field's JSON schema, with the options of this moment as its values."""
         return {"enum": [*self.options()]} | handler(schema)
 
 
@@ -175,14 +177,15 @@ class Operation(Spec):
         return self.facts is not None
 
     def with_adapters(self, facts: Any, names: Sequence[str], anatomy: Anatomy) -> Callable[[Any], Any] | None:
-        """Return a function that turns the loaded base into the expected output model, by PEFT.
+        """Return a function that turns the loaded base into the expected output model, by PEFT; None: nothing is
+        merged.
 
         Args:
             facts: what surgery.json keeps.
             names: folders of adapters, in the plan's order.
             anatomy: the base's.
 
-        None: the operation merges no adapters. Raises BadInput where `names` are not the adapters that it merged.
+        Raises BadInput where `names` are not the adapters that the operation merged.
         """
         return None
 
@@ -198,7 +201,7 @@ class Operation(Spec):
 
     @property
     def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise, and why that may happen."""
+        """Return advice for messages: what to do where a twin of the output breaks the promise."""
         return "use another operation, or another base"
 
     @property
