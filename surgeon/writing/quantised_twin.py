@@ -30,7 +30,7 @@ _FP8 = 103.0
 
 
 def small_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's quantisation settings with a twin's blocks."""
+    """Return a config's quantisation settings with a twin's small blocks in all parts that have blocks."""
     made = {key: small_blocks(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
     # None, and -1 for a row, are no blocks.
     return made | {key: block for key, block in _BLOCKS.items() if made.get(key) not in (None, -1)}
