@@ -151,8 +151,9 @@ class Evaluator:
         return made.to(self.device, dtype, copy=True)
 
     def kept(self, recipe: Recipe) -> Tensor:
-        """Return a recipe's result, computed once and kept while outputs still need it; the caller must not change
-        it.
+        """Return a recipe's result, computed once for the current output; the caller must not change it.
+
+        A tensor of an adapter or another model is kept longer, while outputs still need it.
         """
         if recipe not in self._kept:
             self._kept[recipe] = self.compute(recipe)

@@ -428,8 +428,8 @@ def _found(fields: Mapping[str, Any], key: str) -> Any:
 def check_learns(model: Any, ids: Tensor, blueprint: Blueprint, *, encoder: bool = False) -> None:
     """Raise BadInput where a step of training fails, or gives the new parts no gradient.
 
-    In an encoder every new control must get a gradient; elsewhere one new tensor with a gradient is enough. The model's
-    gates may end with opposite signs.
+    In an encoder every new control must get a gradient; elsewhere one new tensor with a gradient is enough. Where no
+    new tensor gets one, the step is repeated once with the signs of all new tensors changed.
     """
     model = model.float().train()
     names = set(model.freeze_base())

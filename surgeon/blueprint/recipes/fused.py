@@ -257,7 +257,7 @@ class Coupling:
 
     @property
     def needs(self) -> Iterator[str]:
-        """Yield the names of the couplings that are solved with this one (its own name among them) or before it."""
+        """Yield the names of the couplings that are solved together with this coupling, or before it."""
         made_from = [self.first, self.second]
         if self.whole_heads is not None:
             yield from self.whole_heads.names

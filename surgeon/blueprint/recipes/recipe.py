@@ -178,8 +178,9 @@ class Recipe(ABC):
 
 
 def row_batches(recipe: Recipe) -> Iterator[tuple[int, int]]:
-    """Yield a tensor's rows in batches (first, stop), with at most `_ROW_BYTES_AT_ONCE` bytes each: they fit a core's
-    cache.
+    """Yield a tensor's rows in batches (first, stop), at least one row each.
+
+    A batch has at most about `_ROW_BYTES_AT_ONCE` stored bytes, so that it fits a core's cache in float64 too.
     """
     count = recipe.shape[0]
     at_once = max(1, _ROW_BYTES_AT_ONCE * count // max(1, recipe.nbytes))

@@ -62,6 +62,9 @@ class Experts:
     """A base and two parts of a text: experts are judged on the first, and their cost is measured on the second."""
 
     def __init__(self, folder: CheckpointFolder, layers: Mapping[int, int], judged: Tensor, measured: Tensor) -> None:
+        """Open the base, judge its experts on `judged`, and measure its loss on `measured`; `layers` gives counts of
+        experts.
+        """
         self.model = StreamedModel(folder, device=devices.resolve("auto"))
         self._judged, self._measured = judged, measured
         self.predictions = measured.numel() - len(measured)
@@ -122,7 +125,7 @@ class Experts:
         return found
 
     def _judge(self) -> None:
-        """Run the base on the judged text, and add up each expert's outputs."""
+        """Fill `reap` and `frequency` by running the base on the judged text."""
         handles = [
             block.experts.register_forward_pre_hook(
                 lambda module, given, named, layer=layer: self._add(layer, module, [*given, *named.values()]),
@@ -137,7 +140,9 @@ class Experts:
             total.div_(self.frequency[layer].clamp_min(1))
 
     def _add(self, layer: int, module: nn.Module, given: list[Any]) -> None:
-        """Run each expert on only its own tokens, with a weight of one, and add up norms and counts."""
+        """Run each expert on only its own tokens, with a weight of one; add norms times weights to `reap`, counts to
+        `frequency`.
+        """
         states, index, weights = _given(given, layer)
         for number in torch.unique(index).tolist():
             at = (index == number).nonzero()
@@ -232,7 +237,7 @@ def _block(layer: nn.Module, number: int, count: int) -> _Block:
 
 
 def _given(given: list[Any], layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return states, expert numbers and weights of the tokens, from the inputs of the experts' module.
+    """Return (states, expert numbers, weights) of the tokens, from the inputs of the experts' module.
 
     Raises BadInput where the inputs have another form.
     """
@@ -248,6 +253,7 @@ def _given(given: list[Any], layer: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _windows(base: CheckpointFolder, text: Path, window: int, windows: int, vocabulary: int) -> Tensor:
+    """Return `windows` windows of a text's tokens, (windows, window). Raises BadInput where the text is too short."""
     found = token_batches(base.path, text=text, window=window, windows=windows, vocabulary=vocabulary).ids
     if len(found) < windows:
         raise BadInput(
@@ -258,6 +264,7 @@ def _windows(base: CheckpointFolder, text: Path, window: int, windows: int, voca
 
 
 def _estimate(values: Tensor) -> Estimate:
+    """Return the mean of values with its interval."""
     from scipy.special import stdtrit
 
     mean, count = float(values.mean()), len(values)

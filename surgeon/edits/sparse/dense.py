@@ -50,7 +50,7 @@ class Mixture:
 
     @property
     def chosen(self) -> int:
-        """Return how many of them a token takes."""
+        """Return how many of a layer's experts a token takes."""
         return self.top_k * self.segments
 
 
@@ -86,13 +86,18 @@ class Dense:
         layers: Iterable[Mapping[str, tuple[int, ...]]],
         stem: str = STEM,
     ) -> Dense:
-        """Return a base as transformers builds it. Raises NoTarget where its layers fit no class."""
+        """Return a base as transformers builds it. Raises NoTarget where its layers fit no class, or BadInput like
+        `check`.
+        """
         dense = cls(config, skeleton.text.to_dict(), tuple(layers), stem)
         dense.check()
         return dense
 
     def check(self) -> None:
-        """Raise NoTarget for layers without an FFN of plain matrices, BadInput where all FFNs have experts."""
+        """Raise NoTarget where no class can hold the FFNs (none of plain matrices, biases, or several widths).
+
+        Raises BadInput where all FFNs have experts.
+        """
         mixed = next((index for index, shapes in enumerate(self.layers) if _experts_in(shapes)), None)
         if mixed is not None and self.holders:
             raise NoTarget(
@@ -141,6 +146,7 @@ class Dense:
     @property
     def roles(self) -> tuple[str, ...]:
         """Return the roles of the FFN's matrices: gate (if it has one), up and down."""
+        # Without a gate, its name is empty, and the slice begins at 1 (True).
         return ("gate", "up", "down")[not self.ffn[0] :]
 
     @functools.cached_property
@@ -174,7 +180,7 @@ class Dense:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Return the numbers of query heads and of key-value heads."""
+        """Return (query heads, key-value heads)."""
         heads = int(self.full["num_attention_heads"])
         return heads, int(self.full.get("num_key_value_heads") or heads)
 
@@ -196,7 +202,7 @@ class Dense:
         return int(window)
 
     def source(self, role: str) -> Take:
-        """Return the rows of the base's layer that hold a matrix of attention or MLP."""
+        """Return the rows of the base's layer that hold the matrix of this role, of attention or MLP."""
         gate, up, down = (f"{name}.weight" for name in self.ffn)
         whole = {"gate": gate, "up": up, "down": down, "query": QUERY, "key": KEY, "value": VALUE}[role]
         if self.fused and role in ("gate", "up"):
@@ -210,6 +216,7 @@ class Dense:
 
 
 def _has(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, str, str]) -> bool:
+    """Return whether a layer has all matrices of an FFN with these names."""
     return all(f"{name}.weight" in shapes for name in names if name)
 
 
