@@ -157,7 +157,9 @@ class Draft:
         self.outer[name] = Outer(recipe, self.number)
 
     def add_coupling(self, coupling: Coupling) -> None:
-        """Register a transport map that recipes share; its name must be new, and maps that it needs come before it."""
+        """Register a transport map that recipes share; its name must be new, and maps that this map needs come before
+        it.
+        """
         assert coupling.name not in self.couplings, coupling.name
         self.couplings[coupling.name] = coupling
 
@@ -242,7 +244,7 @@ class Draft:
 
     @property
     def pattern(self) -> list[tuple[int, str]]:
-        """Return the anatomy's `pattern` entry for each layer of the current stack."""
+        """Return (kind number, kind title) of each layer of the current stack."""
         pattern = self.anatomy.pattern
         return [pattern[layer.like] for layer in self.layers]
 

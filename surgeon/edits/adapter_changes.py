@@ -218,8 +218,8 @@ class Sorted:
         return not outputs_first
 
     def _pair(self, tensors: Mapping[str, str], names: tuple[str, str]) -> tuple[str, str]:
-        """Return the names of the tensors A and B. Raises BadInput where one is missing, or another tensor does not
-        belong there.
+        """Return (A, B): the names of the two tensors. Raises BadInput where one is missing, or another tensor is
+        surplus.
         """
         for there, absent in (names, names[::-1]):
             if absent not in tensors:

@@ -174,7 +174,11 @@ class AddExperts(Operation):
         )
 
     def edit(self, draft: Draft, facts: AddedFacts | None) -> OperationRecord:
-        """Add the new experts and their router rows after the old experts, or after those of their group."""
+        """Add the new experts and their router rows after the old experts; in a mixture with groups, at the end of each
+        group.
+
+        Raises BadInput where the experts to copy are not known, do not exist, or are distributed unevenly.
+        """
         facts = facts or AddedFacts()
         mixtures = mixtures_of(draft.anatomy)
         if self.by in ("reap", "frequency"):

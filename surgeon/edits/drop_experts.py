@@ -52,10 +52,10 @@ _WORDS = {
 
 
 class ExpertCost(Cost):
-    """The cost of losing the experts, on `tokens` predictions of a text by which they were not judged.
+    """The cost of losing the experts, on `tokens` predictions of a text that was not used to choose them.
 
-    `before` is the base's loss; `grows` is its growth without the dropped experts; for comparison, `frequency` is its
-    growth without as many of the least often chosen, and `random` without as many at random.
+    `before` is the base's loss; `grows` is its growth without the dropped experts. For comparison, `frequency` is its
+    growth without as many of the least often chosen experts, and `random` without as many random experts.
     """
 
     frequency: Loss

@@ -44,7 +44,7 @@ _WORDS = {
 
 
 class TextLoss(Spec):
-    """Losses on a text, in nats a token over `tokens` predictions: of the base, and of the model without the layers.
+    """Losses on a text, in nats per token over `tokens` predictions: of the base, and of the model without the layers.
 
     `scores` are the values by which layers were chosen, in order (for `angular`, of blocks; for `laco`, of the places
     where layers were merged).

@@ -169,7 +169,7 @@ class GrowVocabulary(Operation):
         return VocabularyFacts.of(grown)
 
     def small(self, facts: VocabularyFacts | None, scale: Scale) -> tuple[Operation, VocabularyFacts | None]:
-        """Return the operation for a twin, without rows of padding, which need no separate check."""
+        """Return (operation, facts) for a twin, without rows of padding, which need no separate check."""
         return self.model_copy(update={"pad_to_multiple_of": 1}), None if facts is None else facts.small(scale)
 
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:

@@ -313,7 +313,9 @@ class MergeAdapter(Operation):
 
 
 def _trained_on(folder: AdapterFolder, base: OpenedBase) -> str:
-    """Describe the base named by an adapter's config, and whether it has another name than this base; may be empty."""
+    """Return words on the base that an adapter's config names, and whether its name differs from this base; may be
+    empty.
+    """
     found, own = folder.config.get("base_model_name_or_path"), base.folder.source.shown
     if not isinstance(found, str) or not found:
         return ""
@@ -350,12 +352,12 @@ def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
 
 
 def _whole_first(steps: list[Step]) -> list[Step]:
-    """Return steps, each once, with those that set every row first."""
+    """Return the steps without repeats, the steps that set all rows first."""
     return sorted(dict.fromkeys(steps), key=lambda step: not sets_whole(step))
 
 
 def _left(folder: AdapterFolder, base: CheckpointFolder) -> Iterator[str]:
-    """Yield descriptions of an adapter's tokenizer files that an output with the base's files would lack."""
+    """Yield words on an adapter's tokenizer files that an output with the base's files would lack."""
     own = template_of(folder)
     if own and own != template_of(base):
         yield "a chat template of its own lies"

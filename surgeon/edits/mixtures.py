@@ -45,7 +45,7 @@ Mixtures = Mapping[int, tuple[int, list[Part]]]
 
 
 class Loss(Spec):
-    """A mean over windows in nats a token, with the ends of its 95 % interval."""
+    """A mean over windows in nats per token, with the ends of its 95 % interval."""
 
     mean: Annotated[float, Field(allow_inf_nan=False)]
     low: Annotated[float, Field(allow_inf_nan=False)]
@@ -124,7 +124,7 @@ def measured_on(
 
 
 def check_layers(named: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
-    """Raise BadInput unless the named layers are exactly those with experts."""
+    """Raise BadInput unless the layers in `named` are exactly the layers with experts."""
     if missing := sorted(mixtures.keys() ^ named.keys()):
         raise BadInput(
             f"layer {missing[0]}: name experts of every layer that has some, and of no other: the config has one"
@@ -177,7 +177,7 @@ def counted(draft: Draft) -> dict[str, int]:
 
 
 def chosen_by(draft: Draft) -> dict[str, int]:
-    """Return the config's entries for how many experts a token takes."""
+    """Return the config's entries, by key, for how many experts a token goes to."""
     return {key: value for key, value in counted(draft).items() if _AT_ONCE.fullmatch(key)}
 
 
@@ -210,14 +210,17 @@ _NEVER = -3.3895313892515355e38
 
 
 class Place(NamedTuple):
-    """One expert of the output: the base's expert that it is, or, if `new`, that it is made from."""
+    """One expert of the output: the base's expert `source`, or, if `new`, an expert made from it."""
 
     source: int
     new: bool
 
 
 def groups_in(layer: int, count: int, anatomy: Anatomy, more: int) -> list[tuple[range, int]]:
-    """Return, per group of a layer, its experts and how many of `more` it gets. Raises BadInput if that is uneven."""
+    """Return (experts, more) for each group of a layer: its experts, and how many of the `more` new ones it gets.
+
+    Raises BadInput where the new experts do not divide by the groups.
+    """
     groups = anatomy.kinds[anatomy.kind_of[layer]].expert_groups
     if more % groups:
         raise BadInput(f"layer {layer}: its experts form {groups} groups, which must stay equal; add as many to each")

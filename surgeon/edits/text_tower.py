@@ -190,7 +190,7 @@ def _config_for(model_type: str, config: Mapping[str, Any], skeleton: Skeleton) 
 
 
 def _for_text(rotary: Any) -> Any:
-    """Return rotary settings without those for positions in an image, at any depth."""
+    """Return rotary settings without the settings for positions in an image, at any depth."""
     if not isinstance(rotary, Mapping):
         return rotary
     return {key: _for_text(value) for key, value in rotary.items() if not key.startswith(_OF_IMAGES)}

@@ -65,7 +65,7 @@ class WidenFFN(Operation):
         return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Return the operation for a twin: a few neurons more, by a multiple of what kernels take at once."""
+        """Return (operation, no facts) for a twin: a few neurons more, by a multiple of what kernels process."""
         by = self.by if self.by is not None and self.by < NEURONS else NEURONS
         return self.model_copy(update={"to": None, "by": by}), None
 

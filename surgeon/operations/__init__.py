@@ -66,7 +66,7 @@ class AnyOperation:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of a union of all operations, which `op` tells apart."""
+        """Return the schema of a union of all operations, selected by `op`."""
         every: Any = Union[tuple(OPERATIONS.values())]  # noqa: UP007
         return handler.generate_schema(Annotated[every, Field(discriminator="op")])
 

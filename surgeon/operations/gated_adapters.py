@@ -140,7 +140,9 @@ class GatedAdapters(Operation):
         return "use another graft, or operations that add layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Return the operation for a twin with small adapters: a share of a twin's parameters may be zero neurons."""
+        """Return (operation, no facts) with small adapters for a twin: a share of a twin's parameters may be zero
+        neurons.
+        """
         return self.model_copy(update={"extra_weights": None, "size": min(self.size or NEURONS, NEURONS)}), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:

@@ -194,7 +194,7 @@ def _place(name: str, module: str, draft: Draft, homes: Mapping[int, int]) -> tu
 
 
 def _pair(name: str, found: Mapping[str, str]) -> tuple[str, str]:
-    """Return the names of a module's A and B. Raises BadInput where one is missing."""
+    """Return (A, B): the names of a module's tensors. Raises BadInput where one is missing."""
     for there, absent in (("A", "B"), ("B", "A")):
         if absent not in found:
             raise BadInput(

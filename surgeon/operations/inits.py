@@ -88,7 +88,8 @@ class Gap:
 class NewLayer:
     """The recipes of a new layer, by suffix, and the layers of the draft that it is made from, lowest first.
 
-    Its other settings (attention type) come from the first of `sources`; without sources, from the layer below.
+    The new layer's other settings (attention type) come from the first of `sources`; without sources, from the layer
+    below.
     """
 
     tensors: dict[str, Recipe]
@@ -375,8 +376,8 @@ class Lesa(Init):
     def make(self, gap: Gap) -> NewLayer:
         """Return the predicted layer.
 
-        Raises BadInput for mixtures of experts, beside a layer that an earlier operation made, and where fewer than
-        three layers are alike.
+        Raises BadInput for mixtures of experts, next to a layer that an earlier operation made, and where fewer than
+        three layers have the same tensors.
         """
         gap.check_alike()
         draft, kind = gap.draft, gap.draft.kind_of(gap.below).opened

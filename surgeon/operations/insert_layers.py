@@ -38,8 +38,8 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 class LeastFacts(Facts):
     """The layers of the base that matter least on a text, above which the new ones are inserted.
 
-    `before` is the base's loss in nats a token over `tokens` predictions; `scores` are the values by which layers were
-    chosen, by layer number, from the bottom up.
+    `gaps` are these layers. `before` is the base's loss in nats per token over `tokens` predictions; `scores` are the
+    values by which layers were chosen, by layer number, from the bottom up.
     """
 
     gaps: list[Annotated[int, Field(ge=0)]]
@@ -118,7 +118,7 @@ class InsertLayers(Operation):
         return "choose other places, or `zero_init: false` to go without the promise"
 
     def prepare(self, base: OpenedBase) -> LeastFacts | None:
-        """Find the layers that matter least on a text, where `where` asks for them.
+        """Find the layers that matter least on a text, where `where` asks for them; otherwise return None.
 
         Raises BadInput where the weights are not at hand, another operation comes first, or the text is too short.
         """
@@ -174,7 +174,7 @@ class InsertLayers(Operation):
         return isinstance(self.where, Least)
 
     def small(self, facts: LeastFacts | None, scale: Scale) -> tuple[Operation, LeastFacts | None]:
-        """Return the operation with an init for a twin, which has no tokenizer to read a text."""
+        """Return (operation, facts) with an init for a twin, which has no tokenizer to read a text."""
         return self.model_copy(update={"init": self.init.small()}), facts
 
     def edit(self, draft: Draft, facts: LeastFacts | None) -> OperationRecord:

@@ -164,10 +164,10 @@ class Operation(Spec):
         """
 
     def small(self, facts: Any, scale: Scale) -> tuple[Operation, Facts | None]:
-        """Return the operation and its facts for a small twin of the base.
+        """Return (operation, facts) for a small twin of the base.
 
         The plan is tried on the twin before it is carried out. Sizes, tokens or texts that only the base has are
-        replaced by those of the twin.
+        replaced by the twin's own.
         """
         return self, None if facts is None else facts.small(scale)
 

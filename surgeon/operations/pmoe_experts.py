@@ -49,7 +49,7 @@ _LATENTS = re.compile(r"kv_a_proj(_with_mqa)?")
 
 
 class RouterLoss(Spec):
-    """Cross-entropy of the router against the task a token belongs to (Eq. 7), by `domain_ids`."""
+    """Cross-entropy of the router against the task of each token (Eq. 7), by `domain_ids`."""
 
     kind: Literal["task_id"]
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="its share of the loss")] = 1.0
@@ -161,7 +161,10 @@ class PMoEExperts(Operation):
         return "use another graft, or operations that add layers"
 
     def prepare(self, base: OpenedBase) -> AdapterFacts | None:
-        """Open the adapter that becomes the slot."""
+        """Open the adapter that becomes the slot, and return its facts; None without `from_peft`.
+
+        Raises BadInput where it cannot be opened, or has settings that do not fit a slot.
+        """
         if self.from_peft is None:
             return None
         adapter = base.adapter(self.from_peft)

@@ -246,8 +246,8 @@ _SAME = (
 def check_fine_tune(name: str, model: CheckpointFolder, base: CheckpointFolder) -> None:
     """Raise BadInput where the plan's model `name` has another architecture or vocabulary than the base.
 
-    Vocabularies are compared only where both folders have a tokenizer.json. Whether its tensors have the base's names
-    and shapes is checked later, for those that are taken.
+    Vocabularies are compared only where both folders have a tokenizer.json. Names and shapes of tensors are checked
+    later, only for the tensors that are used.
     """
     shown = printable(name)
     for key in _SAME:

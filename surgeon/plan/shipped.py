@@ -63,7 +63,7 @@ def shipped_tasks() -> dict[str, Path]:
 
 
 def _papers(kind: str = "") -> dict[str, Path]:
-    """Return the files of papers' experiments by name, papers/PAPER/TABLE; only those of `kind`, where one is given."""
+    """Return the files of papers' experiments by name, papers/PAPER/TABLE; with `kind`, only the files of that kind."""
     from surgeon.checkpoint.kinds import kind_of
 
     files = {f"{_PAPERS}/{name}": folder() / _PAPERS / f"{name}.yaml" for name in _files(folder() / _PAPERS)}
@@ -121,7 +121,7 @@ def _load_sweep(path: Path) -> LoadedSweep:
 
 
 def shipped_plans() -> list[str]:
-    """Return every name that stands for a shipped plan: names of plans, and names of the points of sweeps."""
+    """Return every name of a shipped plan: names of plans, and names of the points of sweeps."""
     return [*names(), *points()]
 
 

@@ -194,10 +194,10 @@ def activations(
     """Return, for each named weight of a linear module, the module's outputs on the text.
 
     The outputs are (rows, samples), float32, on the CPU. They are the support of `support: activations` (Singh and
-    Jaggi, 2020): two neurons correspond where they fire alike, not where their weights are close. The base runs once,
-    in the memory of one layer (verification's streamed model). Samples are the text's first tokens in windows of
-    `support.window`. Raises BadInput for a text that cannot be read or gives too few tokens, and for a base without
-    tokenizer.
+    Jaggi, 2020): two neurons correspond where their outputs are similar, not where their weights are close. The base
+    runs once, in the memory of one layer (verification's streamed model). Samples are the text's first tokens in
+    windows of `support.window`. Raises BadInput for a text that cannot be read or gives too few tokens, and for a base
+    without tokenizer.
     """
     windows = -(-support.samples // support.window)
     vocabulary = dissect_folder(base).sizes.vocabulary

@@ -34,9 +34,9 @@ def read_by_mlps(
 ) -> dict[int, Tensor]:
     """Return, for every layer with an MLP, a row for each list of prompts: its mean input over their tokens, float32.
 
-    The mean over the tokens of the list in `against` of the same number is subtracted, if there is one. Every token
-    counts once, so longer prompts count more. Raises BadInput for a base without tokenizer, prompts without a token,
-    and lists whose means are nearly equal.
+    Where `against` has a non-empty list for the same expert, the mean over that list's tokens is subtracted. Every
+    token counts once, so longer prompts count more. Raises BadInput for a base without tokenizer, prompts without a
+    token, and lists whose means are nearly equal.
     """
     negative = [number for number, listed in enumerate(against) if listed]
     means = _means(base, [*prompts, *(against[number] for number in negative)], len(prompts), device=device)

@@ -39,10 +39,10 @@ def small_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
 def quantised(
     plain: Mapping[str, Tensor], packed: Mapping[str, Packed], base: CheckpointFolder, settings: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return a twin's tensors, with codes and scales for those that its base stores quantised (`packed`).
+    """Return a twin's tensors, with codes and scales for the tensors that its base stores quantised (`packed`).
 
-    `plain` has their values in full precision, by the names of codes; `settings` are those of the twin's quantisation.
-    A tensor that is zero because it must be silent gets zero codes.
+    `plain` has the twin's values in full precision, by the names of codes; `settings` are the twin's quantisation
+    settings. A tensor that is zero because it must be silent gets zero codes.
     """
     made, packs = dict(plain), packs_of(base.config, base.tensors)
     draws = torch.Generator().manual_seed(0)

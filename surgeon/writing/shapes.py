@@ -42,7 +42,7 @@ def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, A
 
 
 def field_in(part: Mapping[str, Any], field: str) -> int:
-    """Return an integer field of a config part, with dots for nested parts; 0 where it has none."""
+    """Return an integer field of a config part, with dots for nested parts; 0 where there is no such integer."""
     *inside, key = field.split(".")
     for step in inside:
         part = part.get(step) or {}

@@ -55,11 +55,13 @@ def check_output(job: Job, base: Path, out: Path) -> None:
 
 
 def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> HowMoved:
-    """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` times the stages.
+    """Write the output of `job` to `out`, and return how the bytes of the shards got there; `stopwatch` times the
+    stages.
 
-    With several `ranks` this is rank 0, and the others call `assist`. An interrupted run of the same job is continued.
-    Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when the bytes read
-    back differ from those written. Returns how the bytes of the shards got there.
+    At any moment `out` is absent or complete. With several `ranks` this is rank 0, and the others call `assist`. An
+    interrupted run of the same job is continued; a complete output of the same job is left as it is. Raises BadInput
+    for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when the bytes read back differ
+    from the bytes written.
     """
     working = working_folder(out)
     kept = f"what was finished is kept in {printable(str(working))}: the same command continues"
@@ -273,7 +275,7 @@ class _Share:
             return header_bytes(shards.opened(mirrored.place), mirrored.header, file=mirrored.file)
 
     def _places(self, shard: Shard) -> list[tuple[int, int]]:
-        """Return where each tensor of a shard begins and ends in its file."""
+        """Return (begin, end) in bytes of each tensor of a shard in its file."""
         if (mirrored := self.job.unchanged.get(shard.file)) is not None:
             return [(info.begin, info.end) for info in mirrored.header.tensors]
         return header_of(shard, self._mirrored(shard))[1]
@@ -311,7 +313,10 @@ class _Run(_Share):
         self.unmoved = unmoved
 
     def all_shards(self) -> None:
-        """Write every shard: those without computed tensors in threads, the others here, one after another."""
+        """Write every shard: shards without computed tensors in threads, the others here, one after another.
+
+        With several ranks, the layers of shards with computed tensors are distributed among the ranks.
+        """
         computed = [shard for shard in self.job.shards if any(o.computed for o in shard.outputs)]
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             try:

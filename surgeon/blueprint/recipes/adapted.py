@@ -354,7 +354,11 @@ class _Record:
 
 
 def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the numbers of `dtype` next below and next above, in the dtype of `values`; both equal an exact value."""
+    """Return (below, above): the next numbers of `dtype`, in the dtype of `values`; both equal a value that `dtype`
+    has.
+
+    Beyond the largest finite number, both are the rounded value.
+    """
     import torch
 
     nearest = values.to(dtype)

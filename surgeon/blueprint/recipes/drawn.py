@@ -36,7 +36,7 @@ class Constant(Recipe):
 
     @property
     def how(self) -> str:
-        """Describe it: the value, or all the values."""
+        """Describe the recipe: the value, or all the values."""
         values = self.value if isinstance(self.value, tuple) else (self.value,)
         return f"constant {listed(map(str, values))}"
 
@@ -95,7 +95,7 @@ class Random(Recipe):
 
     @property
     def how(self) -> str:
-        """Describe it: the standard deviation and the key."""
+        """Describe the recipe: the standard deviation and the key."""
         return f"normal of deviation {self.std}, drawn by {self.key}"
 
     def compute(self, bench: Bench) -> Tensor:

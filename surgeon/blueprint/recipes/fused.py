@@ -53,7 +53,7 @@ class Fused(_OfTwo):
 
     @property
     def how(self) -> str:
-        """Describe it: both tensors, and the maps that align their rows and columns."""
+        """Describe the recipe: both tensors, and the maps that align their rows and columns."""
         aligned = f", aligned by {listed(self.own_maps)}" if self.own_maps else ""
         return f"the average of {listed(self.sources)}{aligned}"
 
@@ -219,7 +219,7 @@ class WholeHeads:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """Return the names of the couplings of query, key and value."""
+        """Return (query, key, value): the couplings' names."""
         return self.query, self.key, self.value
 
 

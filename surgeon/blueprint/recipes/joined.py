@@ -152,7 +152,9 @@ class Joined(Recipe):
 
     @property
     def named_values(self) -> Iterator[tuple[str, Pieces]]:
-        """Yield the parts' named values, at their places in the whole."""
+        """Yield (digest, pieces) of the parts' named values, at their places in the whole; nothing where a layout
+        rearranges parts.
+        """
         if not self._as_they_are:
             return
         sizes = [part.nbytes // self._before for part in self.parts]

@@ -64,7 +64,7 @@ class Recipe(ABC):
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """Return the recipes whose results it needs."""
+        """Return the recipes whose results this recipe needs; none by default."""
         return ()
 
     @property
@@ -132,7 +132,7 @@ class Recipe(ABC):
 
     @property
     def sources(self) -> Iterable[str]:
-        """Return the names of the base's tensors that it is made of, each once."""
+        """Return the names of the base's tensors that this tensor is made of, each once."""
         return dict.fromkeys(span.tensor for leaf in self.leaves for span in leaf.pieces.spans)
 
     @property
@@ -171,7 +171,7 @@ class Recipe(ABC):
         return (each for each in self.walk() if not each.inputs)
 
     def walk(self) -> Iterator[Recipe]:
-        """Yield the recipe and everything that it is made of, depth first."""
+        """Yield the recipe and every recipe that it is made of, depth first, repeats included."""
         yield self
         for each in self.inputs:
             yield from each.walk()

@@ -59,11 +59,12 @@ class _Block:
 
 
 class Experts:
-    """A base and two parts of a text: experts are judged on the first, and their cost is measured on the second."""
+    """A base and two parts of a text: the first gives the experts' scores, the second the cost of losing experts."""
 
     def __init__(self, folder: CheckpointFolder, layers: Mapping[int, int], judged: Tensor, measured: Tensor) -> None:
-        """Open the base, judge its experts on `judged`, and measure its loss on `measured`; `layers` gives counts of
-        experts.
+        """Open the base, score its experts on the tokens `judged`, and measure its loss on the tokens `measured`.
+
+        `layers` maps each layer with experts to their number.
         """
         self.model = StreamedModel(folder, device=devices.resolve("auto"))
         self._judged, self._measured = judged, measured
@@ -98,7 +99,7 @@ class Experts:
 
     @property
     def before(self) -> Estimate:
-        """Return the base's loss on the held-out text, in nats a token."""
+        """Return the base's loss on the held-out text, in nats per token."""
         return _estimate(self._before)
 
     def scores(self, by: By) -> dict[int, list[float]]:
@@ -109,12 +110,14 @@ class Experts:
         return {layer: values.tolist() for layer, values in found.items()}
 
     def cost(self, kept: Kept) -> Estimate:
-        """Return how the held-out loss grows where only these experts stay: the mean over windows, and its interval."""
+        """Return how the held-out loss grows where only the experts `kept` stay: the mean over windows, and its
+        interval.
+        """
         with self._only(kept):
             return _estimate(self._losses(self._measured) - self._before)
 
     def _costs(self) -> dict[int, list[float]]:
-        """Return the growth of the loss on the judged text without each single expert."""
+        """Return, by layer, the growth of the loss on the first text without each single expert."""
         before = float(self._losses(self._judged).mean())
         found: dict[int, list[float]] = {}
         for layer, block in self._blocks.items():
@@ -125,7 +128,7 @@ class Experts:
         return found
 
     def _judge(self) -> None:
-        """Fill `reap` and `frequency` by running the base on the judged text."""
+        """Fill `reap` and `frequency` by running the base on the first text."""
         handles = [
             block.experts.register_forward_pre_hook(
                 lambda module, given, named, layer=layer: self._add(layer, module, [*given, *named.values()]),
@@ -171,7 +174,7 @@ class Experts:
 
     @contextmanager
     def _only(self, kept: Kept) -> Iterator[None]:
-        """Reduce the layers to these experts within the context, as in a model with so many experts."""
+        """Reduce the layers to the experts `kept` within the context, as in a model with only these experts."""
         blocks = [(self._blocks[layer], torch.tensor(list(numbers))) for layer, numbers in kept.items()]
         handles = []
         for block, numbers in blocks:

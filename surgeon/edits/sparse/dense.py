@@ -30,9 +30,9 @@ _FFNS = (
 
 @dataclass(frozen=True)
 class Mixture:
-    """The wanted mixture: `experts` copies of the base's MLP, each cut into `segments`; a token takes `top_k` copies.
+    """The wanted mixture: `experts` copies of the base's MLP, each cut into `segments`; a token goes to `top_k` copies.
 
-    So there are experts · segments experts, of which top_k · segments are chosen. `balance` is the coefficient of the
+    So a layer has experts · segments experts, of which top_k · segments are chosen. `balance` is the coefficient of the
     loss that spreads tokens over experts; 0 means no such loss. `plain` are the layers that keep their MLP.
     """
 
@@ -50,7 +50,7 @@ class Mixture:
 
     @property
     def chosen(self) -> int:
-        """Return how many of a layer's experts a token takes."""
+        """Return to how many of a layer's experts a token goes."""
         return self.top_k * self.segments
 
 
@@ -124,7 +124,9 @@ class Dense:
 
     @functools.cached_property
     def ffn(self) -> tuple[str, str, str]:
-        """Return the names of gate, up and down below a layer."""
+        """Return (gate, up, down): the modules' names below a layer. Gate is empty without a gate, and equals up where
+        fused.
+        """
         return next(names for names in _FFNS if any(_has(shapes, names) for shapes in self.layers))
 
     @functools.cached_property
@@ -151,7 +153,9 @@ class Dense:
 
     @functools.cached_property
     def kinds(self) -> dict[int, Mapping[str, tuple[int, ...]]]:
-        """Return, by number, the layers whose tensors differ from those of all earlier layers."""
+        """Return the shapes in the first layer of each kind, by the layer's number; layers of one kind have equal
+        shapes.
+        """
         found: dict[int, Mapping[str, tuple[int, ...]]] = {}
         for index, shapes in enumerate(self.layers):
             if all(shapes != other for other in found.values()):

@@ -192,7 +192,9 @@ class Probe:
         )
 
     def _shares(self, name: str, axis: int, split: str, of: Skeleton) -> tuple[int, ...]:
-        """Return the proportions of the parts of an axis, where twin and base divide it alike; otherwise (1,)."""
+        """Return the proportions of the parts of an axis, where twin and base divide it into as many parts; otherwise
+        (1,).
+        """
         found: list[tuple[int, ...]] = []
         for each in (self._base, self._derived.skeleton):
             size, sizes, heads = each.shapes[name][axis], each.sizes, heads_of(each)
@@ -294,7 +296,7 @@ def widened(value: Tensor, axis: Axis, times: int) -> Tensor:
 
 
 def heads_of(twin: Skeleton) -> tuple[int, int, int]:
-    """Return the numbers of query, key and value heads; keys and values have the same."""
+    """Return (query heads, key heads, value heads); keys and values have equally many."""
     heads = twin.sizes.heads
     keys = (value for key, value in flat_fields(twin.text.to_dict()) if KEYS.fullmatch(key) and type(value) is int)
     count = next(keys, heads)

@@ -54,7 +54,7 @@ class Old:
 
 
 def check_ids(old: Old, wanted: Mapping[str, int], found: Mapping[str, int]) -> None:
-    """Raise BadInput where transformers gives a token another id than wanted, or has a token too many."""
+    """Raise BadInput where transformers gives a token another id than `wanted`, or has a token that is not wanted."""
     for content in {**wanted, **found}:
         if found.get(content) != wanted.get(content):
             raise BadInput(

@@ -31,7 +31,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """The tokens that stay: those that texts use often enough, those of listed words, and those of scripts."""
+    """The tokens that stay: tokens that texts use often enough, the tokens of listed words, and the tokens of scripts.
+
+    `least` is how often the texts must use a token, `most` how many of these tokens stay at most (None: all).
+    """
 
     texts: tuple[Path, ...] = ()
     least: int = 1

@@ -78,7 +78,7 @@ def ids_named(data: Any) -> set[int]:
 
 
 def _members(data: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key and value, at any depth."""
+    """Yield (key, value) for every entry, at any depth."""
     for name, value in data.items() if isinstance(data, Mapping) else ():
         yield name, value
         yield from _members(value)
@@ -124,9 +124,9 @@ class Merges:
         return {pair: rank for rank, pair in enumerate(self.pairs)}
 
     def parts(self, content: str) -> set[str]:
-        """Return the pieces from which merges build a token, itself and its characters included.
+        """Return the pieces from which merges build a token, with the token and its characters.
 
-        Returns only the token where its merges lead to other tokens: then merges never make it from text.
+        Only the token is returned where its merges lead to other tokens: then merges never make it from text.
         """
         pieces, seen = list(content), {content, *content}
         while len(pieces) > 1:
@@ -289,7 +289,7 @@ def _trimmed_json(content: bytes, new: Mapping[int, int], change: Callable[[int]
 
 
 def _staying(read: TokenizerJson, new: Mapping[int, int]) -> Callable[[tuple[str, str]], bool]:
-    """Return the test of whether a merge joins two kept tokens into a kept token."""
+    """Return a test: whether a merge, given as a pair, joins two kept tokens into a kept token."""
     there = {token for token, number in read.vocabulary.items() if number in new}
     return lambda pair: pair[0] in there and pair[1] in there and pair[0] + pair[1] in there
 
