@@ -187,8 +187,9 @@ class Blueprint:
 
     @property
     def layer_of_base(self) -> tuple[int, ...]:
-        """Return each base layer's number in the output; for a dropped layer, the number of the next kept layer below
-        (-1: none).
+        """Return each base layer's number in the output.
+
+        A dropped layer gets the number of the next kept layer below it (-1: none).
         """
         kept = {layer.base: layer.index for layer in self.layers if layer.base is not None}
         places: list[int] = []

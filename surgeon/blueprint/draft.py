@@ -157,9 +157,7 @@ class Draft:
         self.outer[name] = Outer(recipe, self.number)
 
     def add_coupling(self, coupling: Coupling) -> None:
-        """Register a transport map that recipes share; its name must be new, and maps that this map needs come before
-        it.
-        """
+        """Register a transport map that recipes share; its name must be new, and maps that it builds on come first."""
         assert coupling.name not in self.couplings, coupling.name
         self.couplings[coupling.name] = coupling
 
@@ -492,8 +490,9 @@ def _inside(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> list[Graft]:
-    """Add each tensor of a layer's grafts to the graft that owns it; return the grafts. Raises BadInput where no
-    graft owns it.
+    """Add each tensor of a layer's grafts to the graft that owns it; return the grafts.
+
+    Raises BadInput where no graft owns it.
     """
     for suffix, info in tensors.items():
         owner = next((graft for graft in grafts if graft.owns(suffix)), None)

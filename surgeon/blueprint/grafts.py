@@ -63,9 +63,7 @@ class Graft:
 
     @property
     def text(self) -> str:
-        """Return the graft's text for preview: `control block, lerp`; `adapter of 512, relu gate`; `slot 1 of rank
-        4`.
-        """
+        """Return words for preview: `control block, lerp`; `adapter of 512, relu gate`; `slot 1 of rank 4`."""
         return self.rules.text(self.entry, " in the branch" if self.in_branch else "")
 
     @property
@@ -112,8 +110,9 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inserted_before(config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the numbers of the layers that earlier surgeries inserted, from config.json; empty where the base has no
-    grafts.
+    """Return the numbers of the layers that earlier surgeries inserted, from config.json.
+
+    Empty where the base has no grafts: layers are listed from the first surgery with grafts on.
     """
     if not is_grafted(config):
         return frozenset()

@@ -199,8 +199,7 @@ class Sorted:
         self.pairs[parameter] = product
 
     def _packing(self, product: Product, experts: Experts) -> bool:
-        """Return whether a pair for square matrices is transposed: as the adapter's other pairs are, or by the release
-        of PEFT.
+        """Return whether a pair for square matrices is transposed, by the adapter's other pairs or the release of PEFT.
 
         Raises BadInput where neither decides it.
         """
@@ -218,8 +217,9 @@ class Sorted:
         return not outputs_first
 
     def _pair(self, tensors: Mapping[str, str], names: tuple[str, str]) -> tuple[str, str]:
-        """Return (A, B): the names of the two tensors. Raises BadInput where one is missing, or another tensor is
-        surplus.
+        """Return (A, B): the names of the two tensors.
+
+        Raises BadInput where one is missing, or another tensor is surplus.
         """
         for there, absent in (names, names[::-1]):
             if absent not in tensors:
@@ -389,8 +389,9 @@ class Sorted:
         )
 
     def _place(self, name: str, tensor: str) -> Place:
-        """Return the place of a parameter in the base. Raises BadInput, with the likely reason, where the base does not
-        have it.
+        """Return the place of a parameter in the base.
+
+        Raises BadInput, with the likely reason, where the base does not have it.
         """
         found = self.model.find(name)
         if found is None:

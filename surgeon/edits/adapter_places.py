@@ -82,8 +82,9 @@ class Settings(Spec):
         return not self.layers or self._number(module) in self.layers
 
     def _number(self, module: str) -> int | None:
-        """Return the number of a module's layer: the first in its path, or the first after one of `layers_pattern`;
-        else None.
+        """Return the number of a module's layer: the first number in its path, or the first after `layers_pattern`.
+
+        None where the path has no such number.
         """
         steps = module.split(".")
         numbers = [at for at, step in enumerate(steps[:-1]) if at and step.isdecimal()]
@@ -325,8 +326,9 @@ class Model:
 
 
 def _experts(anatomy: Anatomy, places: Mapping[str, Place], stack: str) -> Iterator[tuple[str, Experts]]:
-    """Yield (parameter, experts) for each parameter that holds the matrices of all experts, where the storage of each
-    is known.
+    """Yield (parameter, experts) for each parameter that holds the matrices of all experts.
+
+    Parameters whose experts are stored in an unknown way are left out.
     """
     for index, held in enumerate(anatomy.layers):
         inside = f"{stack}.{index}."

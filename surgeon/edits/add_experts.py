@@ -174,8 +174,7 @@ class AddExperts(Operation):
         )
 
     def edit(self, draft: Draft, facts: AddedFacts | None) -> OperationRecord:
-        """Add the new experts and their router rows after the old experts; in a mixture with groups, at the end of each
-        group.
+        """Add the new experts and their router rows after the old experts of their layer, or of their group.
 
         Raises BadInput where the experts to copy are not known, do not exist, or are distributed unevenly.
         """
@@ -273,8 +272,7 @@ class AddExperts(Operation):
         return made
 
     def _claim(self, cost: GrowthCost | None, counts: tuple[int, int], chosen: int, draft: Draft) -> Claim:
-        """Return the claim: silent experts and shared weights keep the function where ties are impossible; copies do
-        not.
+        """Return the claim: silent experts and shared weights keep the function where ties are impossible.
 
         `counts` are the numbers of experts before and after, `chosen` how many a token takes.
         """

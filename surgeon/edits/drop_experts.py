@@ -166,9 +166,7 @@ class DropExperts(Operation):
         return OperationRecord(self.op, found + _said(facts.cost), _claim(facts.cost), trains="all")
 
     def _check(self, gone: Mapping[int, Sequence[int]], mixtures: Mixtures, anatomy: Anatomy) -> None:
-        """Raise BadInput for experts that do not exist or occur twice, and for numbers of them that the class cannot
-        hold.
-        """
+        """Raise BadInput for experts that do not exist or occur twice, or too many or unevenly many of them."""
         check_layers(gone, mixtures)
         sizes = {len(set(numbers)) for numbers in gone.values()}
         for layer, numbers in gone.items():
@@ -228,8 +226,9 @@ def _cost(
 
 
 def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[int], draft: Draft) -> None:
-    """Remove the experts `gone` from one layer, and renumber the other experts. Raises BadInput where none would
-    stay.
+    """Remove the experts `gone` from one layer, and renumber the other experts.
+
+    Raises BadInput where none would stay.
     """
     count, own = mixture
     kept = [number for number in range(count) if number not in gone]

@@ -78,8 +78,9 @@ class LayerFacts(Facts):
         return {int(layer): {int(of): by for of, by in made.items()} for layer, made in self.merged.items()}
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """Return the check that the layers recorded as silent are silent in the base; none without a base or silent
-        layers.
+        """Return the check that the layers recorded as silent are silent in the base.
+
+        Returns no check without a base, or where no layers are recorded as silent.
         """
         if base is None or not self.silent:
             return []
@@ -263,8 +264,9 @@ class DropLayers(Operation):
         )
 
     def _gone(self, facts: LayerFacts, total: int) -> list[int]:
-        """Return the layers to remove, ascending. Raises BadInput where they are not known, do not exist, or are all
-        layers.
+        """Return the layers to remove, ascending.
+
+        Raises BadInput where they are not known, do not exist, or are all layers.
         """
         if self.layers is None:
             if not facts.chosen or not facts.layers:
@@ -277,8 +279,7 @@ class DropLayers(Operation):
         return gone
 
     def _merged(self, draft: Draft, facts: LayerFacts, gone: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
-        """Return, for each layer that others are merged into, the factor of each layer in the sum; empty without
-        `laco`.
+        """Return, for each layer that others are merged into, the factor of each layer in the sum; else an empty dict.
 
         Raises BadInput where layers of different kinds would be added, or recorded merges do not fit the model.
         """
@@ -325,9 +326,7 @@ def _replaced(merged: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
 
 
 def _into(merged: Mapping[int, Mapping[int, int]]) -> str:
-    """Return words on what LaCo makes of the layers that stay: which are merged, and which are replaced by another
-    layer.
-    """
+    """Return words on what LaCo makes of the layers that stay: which are merged, and which are replaced by another."""
     replaced = _replaced(merged)
     real = sorted(merged.keys() - replaced.keys())
     said = [f", merged into {show_layers(real)}"] if real else []

@@ -96,8 +96,9 @@ class GrowVocabulary(Operation):
 
     @model_validator(mode="after")
     def _check_keep(self) -> GrowVocabulary:
-        """Check that there is something to add, and that `keep` is given exactly where `how` needs it. Raises
-        ValueError.
+        """Check that there is something to add, and that `keep` is given exactly where `how` needs it.
+
+        Raises ValueError.
         """
         tokens = self.tokens
         if not (tokens or self.special or self.added):

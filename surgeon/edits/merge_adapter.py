@@ -136,10 +136,10 @@ class MergeAdapter(Operation):
         return [each if isinstance(each, Weighted) else Weighted(adapter=each) for each in every]
 
     def prepare(self, base: OpenedBase) -> MergeFacts:
-        """Open the adapters, and compute the norms of their changes; bring their tokenizer files where the output gets
-        them.
+        """Open the adapters, and compute the norms of their changes.
 
-        Raises BadInput where an adapter cannot be merged.
+        Their tokenizer files replace the base's where the output is to have them. Raises BadInput where an adapter
+        cannot be merged.
         """
         found: list[MergedAdapter] = []
         rows: int | None = None
@@ -313,8 +313,9 @@ class MergeAdapter(Operation):
 
 
 def _trained_on(folder: AdapterFolder, base: OpenedBase) -> str:
-    """Return words on the base that an adapter's config names, and whether its name differs from this base; may be
-    empty.
+    """Return words on the base that an adapter's config names, and whether its name differs from this base.
+
+    The text is empty where the config names no base.
     """
     found, own = folder.config.get("base_model_name_or_path"), base.folder.source.shown
     if not isinstance(found, str) or not found:

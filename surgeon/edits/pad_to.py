@@ -85,9 +85,7 @@ class PadTo(Operation):
         return "pad something else, or leave it as it is"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Return (operation, no facts) for a twin, which has the base's heads, fewer neurons, and fewer embedding
-        rows.
-        """
+        """Return (operation, no facts) for a twin: the base's heads, fewer neurons, and fewer embedding rows."""
         sizes, rows = scale.blueprint.resized, scale.blueprint.new_rows
         heads, neurons = sizes.keys() & _COUNTS, sizes.keys() - {*_COUNTS, "head_dim", VOCABULARY_KEY}
         return self.model_copy(

@@ -236,8 +236,9 @@ class UpcycleExperts(Operation):
                 )
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Return (operation, no facts) with random routers: a twin has no tokenizer, and no promise depends on
-        routers.
+        """Return (operation, no facts) with random routers for a twin, which has no tokenizer.
+
+        No promise depends on routers.
         """
         return self.model_copy(update={"router": "random"}), None
 

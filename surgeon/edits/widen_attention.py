@@ -94,9 +94,7 @@ class WidenAttention(Operation):
         )
 
     def _born(self, draft: Draft, normed: bool, new: New) -> tuple[Recipe, ...]:
-        """Return the new part of a query, key or value matrix: copies where `init` says so or a norm needs them, else
-        random.
-        """
+        """Return the new part of a query, key or value matrix: random, or copies by `init` or under a norm."""
         if self.init == "copy" or (normed and new.role != "value"):
             return new.repeated
         return (drawn(draft, new, self.init, new.of.shape[-1]),)

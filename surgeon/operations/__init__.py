@@ -46,8 +46,9 @@ def _built_in() -> dict[str, type[Operation]]:
 
 
 def _admitted(plugin: Plugin) -> type[Operation]:
-    """Return a plugin's operation. Raises BadInput where it is no subclass of Operation, or its `op` is not the
-    plugin's name.
+    """Return a plugin's operation.
+
+    Raises BadInput where it is no subclass of Operation, or its `op` is not the plugin's name.
     """
     value = plugin.value
     if not (isinstance(value, type) and issubclass(value, Operation)):

@@ -125,8 +125,9 @@ class ControlLLM(Operation):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Check that interpolator and divergence have a meaning with this `expansion`, and fit each other. Raises
-        ValueError.
+        """Check that interpolator and divergence have a meaning with this `expansion`, and fit each other.
+
+        Raises ValueError.
         """
         if self.expansion == "stack":
             given = sorted({"interpolator", "divergence"} & self.model_fields_set)
@@ -206,8 +207,9 @@ class ControlLLM(Operation):
         return grafts
 
     def _gate(self, draft: Draft, number: int, layer: int) -> dict[str, Recipe]:
-        """Return recipes of the interpolator's tensors, with the runtime's initial values; an empty dict for a fixed
-        lerp.
+        """Return recipes of the interpolator's tensors, with the runtime's initial values.
+
+        A fixed lerp has none.
         """
         spec = InterpolatorSpec(**self.interpolator.model_dump())
         births = self.interpolator.rule.births(spec, draft.anatomy.sizes.hidden)

@@ -85,8 +85,7 @@ def add_spaces(
     settings: Mapping[str, object],
     cost_first: bool,
 ) -> None:
-    """Add to the draft a coupling for each space, named `{label}.{space}`, which matches its units in `lower` and
-    `upper`.
+    """Add to the draft a coupling for each space, named `{label}.{space}`: it matches units of `lower` and `upper`.
 
     With `cost_first` units are compared before the columns that belong to other spaces are moved.
     """
@@ -266,8 +265,10 @@ def _fused_tensors(
     skip: frozenset[str],
     experts: Mapping[str, Recipe],
 ) -> dict[str, Recipe]:
-    """Return the recipes of the fused layer: tensors in `skip` from the upper layer, `experts` as given, the rest by
-    blocks.
+    """Return the recipes of the fused layer, by suffix.
+
+    Tensors in `skip` come from the upper layer, `experts` as given, old buffers from the lower layer; all others are
+    fused.
     """
     known = {part.suffix: part for part in parts}
     tensors: dict[str, Recipe] = {}
@@ -295,8 +296,9 @@ def _check_whole_heads(draft: Draft, below: int) -> None:
 
 
 def _check_support(draft: Draft, below: int, kind: LayerKind) -> None:
-    """Raise BadInput where two layers cannot be compared by activations: not unchanged layers of the base, or with
-    experts.
+    """Raise BadInput where two layers cannot be compared by activations.
+
+    These are layers with experts, and layers that are not unchanged layers of the base.
     """
     for index in (below, below + 1):
         if draft.layers[index].base is None or draft.layers[index].rewritten:
@@ -440,8 +442,9 @@ def _rows_of(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int]:
 
 
 def _weight_rows(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int] | None:
-    """Return (part, begin, end): the weight that holds the module `role`, and its rows there; None where none is
-    known.
+    """Return (part, begin, end): the weight that holds the module `role`, and its rows there.
+
+    None where none is known.
     """
     for part in parts:
         if part.kind != "weight":

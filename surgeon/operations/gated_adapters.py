@@ -140,8 +140,9 @@ class GatedAdapters(Operation):
         return "use another graft, or operations that add layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Return (operation, no facts) with small adapters for a twin: a share of a twin's parameters may be zero
-        neurons.
+        """Return (operation, no facts) with small adapters for a twin.
+
+        The plan's share of a twin's parameters might be zero neurons.
         """
         return self.model_copy(update={"extra_weights": None, "size": min(self.size or NEURONS, NEURONS)}), None
 
@@ -191,8 +192,9 @@ class GatedAdapters(Operation):
         return recipes_of(births, ADAPTER, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))
 
     def _set_losses(self, draft: Draft) -> None:
-        """Set the local losses of the model. Raises BadInput where earlier adapters have other losses, or gates that do
-        not fit.
+        """Set the local losses of the model.
+
+        Raises BadInput where earlier adapters have other losses, or gates that do not fit.
         """
         losses = dict.fromkeys(LOCAL_LOSSES, 0.0) | self.losses
         earlier = draft.settings.get("local_loss")

@@ -150,8 +150,7 @@ def _of_ffn(part: Part) -> bool:
 
 
 def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
-    """Return (axis, modules): the axis along which a tensor of an FFN or of experts holds neurons, and the modules on
-    it.
+    """Return (axis, modules): the axis along which a tensor of an FFN or of experts holds neurons, and what is on it.
 
     Each module is (role, number of neurons). Where rows of gate and up alternate they count as one module.
     """

@@ -63,9 +63,7 @@ class Gap:
     zeroed: frozenset[str]
 
     def check_alike(self) -> None:
-        """Raise BadInput where the layers below and above are of different kinds, so that their tensors cannot be
-        compared.
-        """
+        """Raise BadInput where the layers below and above are of different kinds: their tensors cannot be compared."""
         kinds = [self.draft.kind_of(layer).opened for layer in range(len(self.draft.layers))]
         lower, upper = kinds[self.below : self.below + 2]
         if lower.is_like(upper):
@@ -184,8 +182,9 @@ class TransportInit(Init):
 
     @model_validator(mode="after")
     def _support_fits(self) -> Self:
-        """Check that the fields about activations are given only with `support: activations`, and then fit it. Raises
-        ValueError.
+        """Check that the fields about activations are given only with `support: activations`, and then fit it.
+
+        Raises ValueError.
         """
         if self.support == "weights":
             given = sorted({"text", "samples", "window"} & self.model_fields_set)
@@ -214,8 +213,7 @@ class TransportInit(Init):
         return type(self).model_validate(self.model_dump(exclude=left, exclude_unset=True))
 
     def fused(self, gap: Gap) -> dict[str, Recipe]:
-        """Return the recipes of the fused layer: every module of the layer below aligned along its map, and averaged
-        with above.
+        """Return the recipes of the fused layer: the layer below, aligned along its maps, averaged with the one above.
 
         Raises BadInput where the layers cannot be aligned (`fuse_layers`).
         """

@@ -83,8 +83,9 @@ class InsertLayers(Operation):
 
     @model_validator(mode="after")
     def _whole_periods(self) -> Self:
-        """Check that `every_period` and `least` are not combined with fields that have no meaning there. Raises
-        ValueError.
+        """Check that `every_period` and `least` are not combined with fields that have no meaning there.
+
+        Raises ValueError.
         """
         if isinstance(self.where, EveryPeriod):
             if self.per_gap != 1:

@@ -177,15 +177,15 @@ class Operation(Spec):
         return self.facts is not None
 
     def with_adapters(self, facts: Any, names: Sequence[str], anatomy: Anatomy) -> Callable[[Any], Any] | None:
-        """Return a function that turns the loaded base into the expected output model, by PEFT; None: nothing is
-        merged.
+        """Return a function that turns the loaded base into the expected output model, by PEFT.
 
         Args:
             facts: what surgery.json keeps.
             names: folders of adapters, in the plan's order.
             anatomy: the base's.
 
-        Raises BadInput where `names` are not the adapters that the operation merged.
+        Returns None where the operation merges no adapters. Raises BadInput where `names` are not the adapters that it
+        merged.
         """
         return None
 

@@ -246,8 +246,9 @@ class PMoEExperts(Operation):
         return _matched_import(name, modules, place), Claim("none", reason)
 
     def _settle(self, draft: Draft, number: int, present: _Present | None) -> None:
-        """Unfreeze what `trains_also` names, and set the router's loss; an earlier loss stays where the plan gives
-        none.
+        """Unfreeze what `trains_also` names, and set the router's loss.
+
+        Where the plan gives no loss, an earlier loss stays.
         """
         self._train_on(draft, number)
         if self.router_loss is not None or present is None:
@@ -255,8 +256,9 @@ class PMoEExperts(Operation):
             draft.settings["router_loss"] = {"task_id": weight}
 
     def _router_layer(self, draft: Draft, present: _Present | None) -> int:
-        """Return the number of layers below the router. Raises BadInput where the plan's `threshold` does not fit the
-        model.
+        """Return the number of layers below the router.
+
+        Raises BadInput where the plan's `threshold` does not fit the model.
         """
         count = len(draft.layers)
         if present is not None:
@@ -281,11 +283,10 @@ class PMoEExperts(Operation):
         return self.threshold if isinstance(self.threshold, int) else int(self.threshold * count)
 
     def _targets(self, draft: Draft, place: _Place, present: _Present | None) -> dict[int, tuple[str, ...]]:
-        """Return, by layer that gets slots, the paths of the adapted modules in it; a layer without such modules is
-        left out.
+        """Return, by layer that gets slots, the paths of the adapted modules in it.
 
-        On a model that has experts, only layers from the router's on get slots. Raises BadInput where no layer above
-        the router has a module.
+        A layer without such modules is left out; on a model that has experts, so are layers below the router. Raises
+        BadInput where no layer above the router has a module.
         """
         layers = range(place.layer if present is not None else 0, len(draft.layers))
         linear = {index: draft.linear(index) for index in layers}

@@ -105,11 +105,9 @@ def select_layers(selector: LayerSelector, layers: int) -> list[int]:
 
 
 def select_periods(selector: EveryPeriod, pattern: Sequence[tuple[int, str]]) -> tuple[int, list[int]]:
-    """Return (period, gaps): the number of layers in a period, and the gaps above the periods that the selector
-    matches.
+    """Return (period, gaps): the number of layers in a period, and the gaps above the matched periods, ascending.
 
-    Gaps are ascending. `pattern` is each layer's kind, by number and title. Raises BadInput where kinds do not repeat,
-    or nothing matches.
+    `pattern` is each layer's kind, by number and title. Raises BadInput where kinds do not repeat, or nothing matches.
     """
     period = period_of(pattern)
     if period is None:

@@ -90,8 +90,9 @@ class StackLayers(Operation):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        """Check that exactly one way to stack is given, and that slices are neither empty nor too many layers. Raises
-        ValueError.
+        """Check that exactly one way to stack is given, and that slices are neither empty nor too many layers.
+
+        Raises ValueError.
         """
         given = {key for key in ("bottom", "top", "times", "range", "slices") if getattr(self, key) is not None}
         if given not in ({"bottom", "top"}, {"times"}, {"times", "range"}, {"slices"}):
@@ -157,10 +158,10 @@ class StackLayers(Operation):
 
 
 def _stack(draft: Draft, order: Sequence[int]) -> None:
-    """Make the stack of the layers `order` (numbers of the current stack): themselves while they ascend, otherwise
-    copies.
+    """Make the stack of the layers `order` (numbers of the current stack).
 
-    Raises BadInput where a layer with grafts would be copied or removed.
+    A layer is itself where it is above all before it, otherwise a copy. Raises BadInput where a layer with grafts would
+    be copied or removed.
     """
     highest, before = -1, draft.layers
     copies: dict[int, list[LayerDraft]] = {}

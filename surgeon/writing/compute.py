@@ -92,8 +92,9 @@ class Evaluator:
         self._ahead.close()
 
     def take_reports(self) -> dict[str, dict[str, Any]]:
-        """Return the reports since the last call, by name, and forget them: of transport maps, networks' fits, merged
-        changes.
+        """Return the reports since the last call, by name, and forget them.
+
+        Reports are about transport maps, networks' fits, and merged changes.
         """
         taken = self.maps.reports | self._fits | self._changes
         self.maps.reports, self._fits, self._changes = {}, {}, {}
@@ -170,8 +171,9 @@ class Evaluator:
         return tensor
 
     def read_rows(self, recipe: Recipe, begin: int, end: int) -> tuple[memoryview, Tensor]:
-        """Read rows `begin:end` of a tensor of the base; return (bytes, numbers). Raises BadInput where one is not
-        finite.
+        """Read rows `begin:end` of a tensor of the base; return (bytes, numbers).
+
+        Raises BadInput where one is not finite.
         """
         (name,) = recipe.pieces.tensors
         width = recipe.nbytes // recipe.shape[0]
@@ -268,8 +270,9 @@ class Evaluator:
         return self.stopwatch.stage(name)
 
     def _bytes_of(self, made: Tensor, output: Output) -> memoryview:
-        """Return a computed tensor's bytes in the output's dtype. Raises BadInput where numbers leave the range of the
-        dtype.
+        """Return a computed tensor's bytes in the output's dtype.
+
+        Raises BadInput where numbers leave the range of the dtype.
         """
         dtype = output.recipe.dtype
         data: memoryview = made.to("cpu", stored_dtype(dtype)).contiguous().view(-1).view(torch.uint8).numpy().data
@@ -336,9 +339,7 @@ def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 
 
 def _all_finite(data: bytearray | memoryview, dtype: str) -> bool:
-    """Return whether all numbers are finite, by their bits: torch's own check takes twenty times as long for
-    bfloat16.
-    """
+    """Return whether all numbers are finite, by their bits: torch itself takes twenty times as long for bfloat16."""
     look = FiniteCheck(dtype)
     look(data)
     return look.finite

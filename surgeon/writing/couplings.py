@@ -86,8 +86,9 @@ class Maps:
         return frozenset(found)
 
     def _solve(self, coupling: Coupling) -> None:
-        """Solve one coupling's map and keep it; with `groups`, match experts instead. Raises BadInput where it has no
-        solution.
+        """Solve one coupling's map and keep it; with `groups`, match experts instead.
+
+        Raises BadInput where it has no solution.
         """
         lower, upper = self._rows(coupling)
         compared = self._compared(coupling, lower, upper)

@@ -145,8 +145,9 @@ def places_in(tensors: Mapping[str, TensorInfo], shards: Iterable[Shard]) -> dic
 
 
 def data_of(outputs: Iterable[Output], places: Mapping[str, Pieces]) -> Pieces:
-    """Return the data of `outputs`, one tensor after another, as pieces of files; a tensor without a place has no
-    pieces.
+    """Return the data of `outputs`, one tensor after another, as pieces of files.
+
+    A tensor without a place has no pieces.
     """
     return stacked([places.get(output.name, Pieces(output.nbytes, ())) for output in outputs], before=1)
 

@@ -109,11 +109,11 @@ class Unmoved:
         self._hashers.shutdown(wait=True, cancel_futures=True)
 
     def take(self, shard: Shard, target: Path, stopwatch: Stopwatch) -> bool:
-        """Put a shard in place as `target` without writing its bytes, and record its digests; return whether that was
-        done.
+        """Put a shard in place as `target` without writing its bytes; return whether that was done.
 
-        False means that the bytes must be written: the shard differs from every file, or its blocks cannot be shared.
-        Raises BadInput where linking is asked and impossible, or the original changes meanwhile.
+        The shard's digests are then recorded. False means that the bytes must be written: the shard differs from every
+        file, or its blocks cannot be shared. Raises BadInput where linking is asked and impossible, or the original
+        changes meanwhile.
         """
         mirrored = self._job.unchanged.get(shard.file)
         if mirrored is None:
@@ -162,8 +162,9 @@ def _cores() -> int:
 
 
 def _cloned(source: int, target: Path) -> bool:
-    """Make `target` a new file that shares the blocks of `source`; return whether that was possible. If not, no file is
-    left.
+    """Make `target` a new file that shares the blocks of `source`; return whether that was possible.
+
+    If not, no file is left.
     """
     target.unlink(missing_ok=True)
     handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)

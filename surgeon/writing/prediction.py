@@ -152,10 +152,10 @@ def _triples(known_LRM: Tensor, numbers: np.ndarray) -> Iterator[Tensor]:
 
 
 def _fit(network: nn.Sequential, known_LRM: Tensor, scale_R: Tensor) -> Fit:
-    """Return the fit of a trained network on the layers that it learned from. Raises ValueError where these are all
-    zero.
+    """Return the fit of a trained network on the layers that it learned from.
 
-    Sums are in float64; as U has orthonormal columns, the length of Σ V equals that of U Σ V.
+    Raises ValueError where these are all zero. Sums are in float64; as U has orthonormal columns, the length of Σ V
+    equals that of U Σ V.
     """
     wrong = inner = made_square = true_square = 0.0
     for below, true, above in zip(known_LRM[:-2], known_LRM[1:-1], known_LRM[2:], strict=True):

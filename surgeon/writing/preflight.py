@@ -23,8 +23,7 @@ _OWN = "get the base's own config.json"
 
 
 def check_skeleton(config: dict[str, Any], stored: Sequence[Output]) -> None:
-    """Build the grafted model on the meta device and compare its tensors' names and shapes with `stored`, the planned
-    outputs.
+    """Build the grafted model on the meta device and compare its tensors' names and shapes with the outputs `stored`.
 
     So planner and code cannot diverge. Raises BadInput naming the first tensor that only one side has, or that has
     different shapes.
@@ -72,8 +71,9 @@ def _of_layers(name: str, base: str) -> bool:
 
 
 def _build(config: dict[str, Any]) -> Any:
-    """Return the grafted model on the meta device. Raises BadInput where the shipped code cannot build it from the
-    config.
+    """Return the grafted model on the meta device.
+
+    Raises BadInput where the shipped code cannot build it from the config.
     """
     kind = getattr(import_bundle(config), config["architectures"][0])
     try:

@@ -108,8 +108,9 @@ def _proof(preview: Preview) -> list[RenderableType]:
 
 
 def _measured(preview: Preview) -> list[RenderableType]:
-    """Return a table of a vocabulary's effect on texts: tokens per word, and documents tokenised as before; else
-    nothing.
+    """Return a table of a vocabulary's effect on texts: tokens per word, and documents tokenised as before.
+
+    Returns nothing where no text was measured.
     """
     if not preview.measured:
         return []

@@ -56,10 +56,10 @@ def read_by_mlps(
 def _means(
     base: CheckpointFolder, prompts: Sequence[Sequence[str]], experts: int, *, device: torch.device
 ) -> dict[int, Tensor]:
-    """Return, for every layer with an MLP, its mean input for each list; lists from number `experts` on are negative
-    ones.
+    """Return, for every layer with an MLP, its mean input for each list.
 
-    Raises BadInput for a base without tokenizer, and for a prompt without a token.
+    Lists from number `experts` on are negative ones. Raises BadInput for a base without tokenizer, and for a prompt
+    without a token.
     """
     tokenizer, why_not = open_tokenizer(base.path)
     if tokenizer is None:

@@ -127,8 +127,9 @@ class ReadBack:
             pending.result()
 
     def digests_of(self, folder: CheckpointFolder) -> dict[str, str]:
-        """Return digests of all tensors of `folder`, the job's first checkpoint; tensors that the output does not copy
-        are read.
+        """Return digests of all tensors of `folder`, the job's first checkpoint.
+
+        Tensors that the output does not copy are read here.
         """
         found: dict[str, str] = {}
         with OpenShards(self._sources) as shards:

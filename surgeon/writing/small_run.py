@@ -308,10 +308,10 @@ def _check_same_tensors(blueprint: Blueprint, small: Blueprint, unread: Abstract
 
 
 def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blueprint: Blueprint, stack: str) -> None:
-    """Compare the outputs of two twins, as far as the blueprint promises something. Raises SurgeonError where they
-    differ.
+    """Compare the outputs of two twins, as far as the blueprint promises something.
 
-    `made` is the twin's blueprint, `blueprint` the base's; `stack` is the path of the base's layers.
+    Raises SurgeonError where they differ. `made` is the twin's blueprint, `blueprint` the base's; `stack` is the path
+    of the base's layers.
     """
     native, auto = native_config(base.config), auto_class(base.config)
     if encoder_auto(native) is not None:

@@ -140,8 +140,7 @@ class _Finish:
 
 
 def _model_entries(blueprint: Blueprint, models: Mapping[str, CheckpointFolder]) -> dict[str, ModelEntry]:
-    """Return the manifest's entries for other models: each model's folder name, and one digest of the tensors taken
-    from it.
+    """Return the manifest's entries for other models: each model's folder name, and one digest of the tensors used.
 
     Raises BadInput where such a model has changed since it was opened.
     """

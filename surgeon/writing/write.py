@@ -55,13 +55,12 @@ def check_output(job: Job, base: Path, out: Path) -> None:
 
 
 def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> HowMoved:
-    """Write the output of `job` to `out`, and return how the bytes of the shards got there; `stopwatch` times the
-    stages.
+    """Write the output of `job` to `out`, and return how the bytes of the shards got there.
 
-    At any moment `out` is absent or complete. With several `ranks` this is rank 0, and the others call `assist`. An
-    interrupted run of the same job is continued; a complete output of the same job is left as it is. Raises BadInput
-    for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when the bytes read back differ
-    from the bytes written.
+    `stopwatch` times the stages. At any moment `out` is absent or complete. With several `ranks` this is rank 0, and
+    the others call `assist`. An interrupted run of the same job is continued; a complete output of the same job is left
+    as it is. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when the
+    bytes read back differ from the bytes written.
     """
     working = working_folder(out)
     kept = f"what was finished is kept in {printable(str(working))}: the same command continues"
@@ -171,8 +170,7 @@ class _Share:
         return self._evaluator
 
     def of(self, shards: Sequence[Shard]) -> Report:
-        """Compute and write this rank's share of the layers of `shards`; return a report with the maps' reports by
-        shard.
+        """Compute and write this rank's share of the layers of `shards`; return a report with the maps, by shard.
 
         Errors are returned in the report, not raised, as other ranks wait for it.
         """
@@ -243,9 +241,7 @@ class _Share:
             copy_pieces(pieces, shards.opened, target=target, begin=begin, progress=self.listener.advance)
 
     def _show(self, layer: Sequence[Output]) -> None:
-        """Show in the progress line which new layer is being computed; nothing where the layer has nothing to
-        compute.
-        """
+        """Show in the progress line which new layer is being computed; skip a layer without computed tensors."""
         if any(output.computed for output in layer):
             self._layers_done += 1
             self.listener.rename(f"writing, new layer {self._layers_done} of {_computed_layers(self.job.shards)}")
@@ -345,8 +341,9 @@ class _Run(_Share):
             self.proof.add(shard, {name: found for r in reports for name, found in r.maps.get(shard.file, {}).items()})
 
     def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
-        """Write one shard, unless an earlier run did or its file can be linked; `then` is the layer computed after
-        it.
+        """Write one shard, unless an earlier run did or its file can be linked.
+
+        `then` is the layer computed after it.
         """
         if not self._done_earlier(shard) and not self._taken(shard):
             self.begin(shard)

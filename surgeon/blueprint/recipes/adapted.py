@@ -225,9 +225,7 @@ class Adapted(Recipe):
 
     @cached_property
     def _streams(self) -> bool:
-        """Return whether the rows are read a few at a time: `of` is a whole matrix of the base, stored outputs ×
-        inputs.
-        """
+        """Return whether rows are read a few at a time: `of` is a whole matrix of the base, outputs × inputs."""
         return isinstance(self.of, Copy) and self.of.source is not None and len(self.shape) == 2 and not self.turned
 
     @property
@@ -266,14 +264,13 @@ class Adapted(Recipe):
 
     @property
     def _has_own(self) -> bool:
-        """Return whether some step changes the tensor outside the span of the rows of A (values trained in place, or
-        DoRA).
-        """
+        """Return whether a step changes the tensor outside the span of the rows of A: trained values, or DoRA."""
         return any(not isinstance(step, Product) or step.magnitude is not None for step in self.steps)
 
     def _rows(self, bench: Bench) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, values): a slice and the numbers there, outputs × inputs, in float32 (float64 stays); a vector
-        is one row.
+        """Yield (rows, values): a slice, and the numbers there, outputs × inputs, in float32 (float64 stays).
+
+        A vector is one row.
         """
         whole = None if self._streams else bench.working(self.of)
         if whole is not None:
@@ -339,10 +336,10 @@ class _Record:
 
     @property
     def figures(self) -> dict[str, float | int | None]:
-        """Return ‖ΔW‖ / ‖W‖ (None where W is zero), the shares of ΔW that rounding keeps, and the number of guided
-        rows.
+        """Return ‖ΔW‖ / ‖W‖ (`change`), the shares of ΔW that rounding keeps, and the number of `guided` rows.
 
-        `nearest` is the share with rounding to nearest, `kept` the share with the chosen rounding.
+        `nearest` is the share with rounding to nearest, `kept` the share with the chosen rounding. `change` is None
+        where W is zero.
         """
         kept = (self.nearest / self.change, self.kept / self.change) if self.change else (1.0, 1.0)
         return {
@@ -354,10 +351,9 @@ class _Record:
 
 
 def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (below, above): the next numbers of `dtype`, in the dtype of `values`; both equal a value that `dtype`
-    has.
+    """Return (below, above): the next numbers of `dtype`, in the dtype of `values`.
 
-    Beyond the largest finite number, both are the rounded value.
+    Both equal a value that `dtype` has. Beyond the largest finite number, both are the rounded value.
     """
     import torch
 

@@ -124,9 +124,7 @@ def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, sti
 
 
 def whole(of: Copy) -> Copy:
-    """Return a whole tensor of the base under a new name; it does not train as new, because the base computes with
-    it.
-    """
+    """Return a whole tensor of the base under a new name; the base computes with it, so it does not train as new."""
     return rows([(of, 0, of.shape[0])], of.shape, still=True)
 
 

@@ -96,10 +96,10 @@ class Joined(Recipe):
         return whole
 
     def compute_in_pieces(self, bench: Bench) -> Iterator[memoryview | Tensor]:
-        """Yield the whole tensor's bytes in order, part by part where the parts lie one after another; otherwise at
-        once.
+        """Yield the whole tensor's bytes in order, part by part where the parts lie one after another.
 
-        Part by part, only as much of a part is in memory as its recipe makes at once.
+        Then only as much of a part is in memory as its recipe makes at once. Otherwise the whole tensor is yielded at
+        once.
         """
         if self.layout is not None and self._before == 1:
             for part in self._in_turn(bench):
@@ -152,8 +152,9 @@ class Joined(Recipe):
 
     @property
     def named_values(self) -> Iterator[tuple[str, Pieces]]:
-        """Yield (digest, pieces) of the parts' named values, at their places in the whole; nothing where a layout
-        rearranges parts.
+        """Yield (digest, pieces) of the parts' named values, at their places in the whole.
+
+        Yields nothing where a layout rearranges the parts.
         """
         if not self._as_they_are:
             return

@@ -110,9 +110,7 @@ class Experts:
         return {layer: values.tolist() for layer, values in found.items()}
 
     def cost(self, kept: Kept) -> Estimate:
-        """Return how the held-out loss grows where only the experts `kept` stay: the mean over windows, and its
-        interval.
-        """
+        """Return how the held-out loss grows where only the experts `kept` stay: a mean, and its interval."""
         with self._only(kept):
             return _estimate(self._losses(self._measured) - self._before)
 
@@ -143,8 +141,9 @@ class Experts:
             total.div_(self.frequency[layer].clamp_min(1))
 
     def _add(self, layer: int, module: nn.Module, given: list[Any]) -> None:
-        """Run each expert on only its own tokens, with a weight of one; add norms times weights to `reap`, counts to
-        `frequency`.
+        """Run each expert on only its own tokens, with a weight of one, and add its outputs to the sums.
+
+        `reap` gets norms times router weights, `frequency` gets counts.
         """
         states, index, weights = _given(given, layer)
         for number in torch.unique(index).tolist():

@@ -86,8 +86,9 @@ class Dense:
         layers: Iterable[Mapping[str, tuple[int, ...]]],
         stem: str = STEM,
     ) -> Dense:
-        """Return a base as transformers builds it. Raises NoTarget where its layers fit no class, or BadInput like
-        `check`.
+        """Return a base as transformers builds it.
+
+        Raises NoTarget where its layers fit no class, or BadInput like `check`.
         """
         dense = cls(config, skeleton.text.to_dict(), tuple(layers), stem)
         dense.check()
@@ -124,8 +125,9 @@ class Dense:
 
     @functools.cached_property
     def ffn(self) -> tuple[str, str, str]:
-        """Return (gate, up, down): the modules' names below a layer. Gate is empty without a gate, and equals up where
-        fused.
+        """Return (gate, up, down): the modules' names below a layer.
+
+        Gate is empty without a gate, and equals up where fused.
         """
         return next(names for names in _FFNS if any(_has(shapes, names) for shapes in self.layers))
 
@@ -153,9 +155,7 @@ class Dense:
 
     @functools.cached_property
     def kinds(self) -> dict[int, Mapping[str, tuple[int, ...]]]:
-        """Return the shapes in the first layer of each kind, by the layer's number; layers of one kind have equal
-        shapes.
-        """
+        """Return the shapes in the first layer of each kind, by the layer's number."""
         found: dict[int, Mapping[str, tuple[int, ...]]] = {}
         for index, shapes in enumerate(self.layers):
             if all(shapes != other for other in found.values()):

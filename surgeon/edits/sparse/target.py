@@ -131,9 +131,7 @@ class Target:
         return made
 
     def exact(self, dense: Dense) -> bool:
-        """Return whether the base's own MLP is computed bit for bit as in the base; False where experts are copies of
-        it.
-        """
+        """Return whether the base's own MLP is computed bit for bit as in the base (never where experts are copies)."""
         return self.form == "shared" and (self.fused == dense.fused or dense.width % _ALIGNED == 0)
 
     def layer(self, dense: Dense, mixture: Mixture) -> list[Made]:

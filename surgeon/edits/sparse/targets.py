@@ -39,9 +39,7 @@ def _glm4_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _dots1(dense: Dense, mixture: Mixture) -> dict[str, Any]:
-    """Return the fields of dots1; each layer keeps the attention window, or the lack of a window, that it has in the
-    base.
-    """
+    """Return the fields of dots1; each layer keeps the attention window that it has in the base, or none."""
     layers, types = dense.full["num_hidden_layers"], dense.full.get("layer_types")
     try:
         window = dense.window
@@ -72,8 +70,9 @@ def _qwen3_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _granite(dense: Dense, mixture: Mixture) -> dict[str, Any]:
-    """Return the fields of Granite MoE, with the base's multipliers. Raises BadInput for a base with an attention
-    window.
+    """Return the fields of Granite MoE, with the base's multipliers.
+
+    Raises BadInput for a base with an attention window.
     """
     _without_window(dense)
     full = dense.full

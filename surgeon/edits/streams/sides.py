@@ -192,9 +192,7 @@ class Probe:
         )
 
     def _shares(self, name: str, axis: int, split: str, of: Skeleton) -> tuple[int, ...]:
-        """Return the proportions of the parts of an axis, where twin and base divide it into as many parts; otherwise
-        (1,).
-        """
+        """Return the proportions of the parts of an axis; (1,) where twin and base divide it into different numbers."""
         found: list[tuple[int, ...]] = []
         for each in (self._base, self._derived.skeleton):
             size, sizes, heads = each.shapes[name][axis], each.sizes, heads_of(each)
@@ -226,9 +224,7 @@ class Probe:
         return null_of(module, scale, scale.detach().clone()) or 0.0
 
     def by_kind(self, trial: Trial) -> tuple[tuple[dict[str, Axes], ...], dict[str, Axes]]:
-        """Return (kinds, outer): the axes that grow in each kind of layers of the base, and outside the layers, by
-        name.
-        """
+        """Return (kinds, outer): what grows in each kind of layers of the base, and outside the layers, by name."""
         kinds: list[dict[str, Axes]] = [{} for _ in range(max(self._kind_of) + 1)]
         outer: dict[str, Axes] = {}
         for name, _ in self._first_ones():

@@ -219,8 +219,9 @@ def _join(
     where: defaultdict[Pair, set[int]],
     index: int,
 ) -> set[Pair]:
-    """Join a pair in one word, from left to right; update `counts` and `where`, and return pairs that are new in the
-    word.
+    """Join a pair in one word, from left to right, and return the pairs that are new in the word.
+
+    Updates `counts` and `where`.
     """
     before = Counter(pairwise(ids))
     made: list[int] = []

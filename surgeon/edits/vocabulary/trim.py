@@ -45,10 +45,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Trimmed:
-    """A trimmed vocabulary: the ids that stay (`kept`, in order), why each group stays (`how`), and the effect on
-    texts.
+    """A trimmed vocabulary: the ids that stay (`kept`, in order), and why each group stays (`how`).
 
-    `files` are the changed files by name; None: the file is left out.
+    `files` are the changed files by name; None: the file is left out. `measured` is the effect on texts.
     """
 
     kind: str
