@@ -90,6 +90,7 @@ class Output:
     kept: Pieces = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Fill the fields that repeat properties of the recipe, and `new` and `kept`."""
         object.__setattr__(self, "new", self.operation is not None)
         for name in ("computed", "is_hole", "numel", "nbytes", "pieces"):
             object.__setattr__(self, name, getattr(self.recipe, name))
@@ -98,7 +99,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class OperationRecord:
-    """What one operation of the plan did: its name, what its selector matched, its claim, and what it lets train."""
+    """What one operation of the plan did: its name, what its selector matched, its claim, and which tensors train."""
 
     op: str
     matched: str
@@ -133,7 +134,7 @@ class Blueprint:
     converted: bool = False
 
     def recipes(self) -> Iterator[Recipe]:
-        """Yield every recipe, and every recipe that it is made of."""
+        """Yield the recipe of every output, and every recipe that such a recipe is made of."""
         for output in self.outputs:
             yield from output.recipe.walk()
 
@@ -166,7 +167,7 @@ class Blueprint:
 
     @property
     def new_rows(self) -> range:
-        """Return the range of embedding rows that are new, not the base's."""
+        """Return the range of embedding rows that are new, not the base's; an empty range where there are none."""
         means = (r for o in self.outputs for r in o.recipe.walk() if isinstance(r, Means))
         return next((range(each.first, each.first + len(each.made_of)) for each in means), range(0))
 
@@ -186,7 +187,10 @@ class Blueprint:
 
     @property
     def layer_of_base(self) -> tuple[int, ...]:
-        """Return each base layer's number in the output; for a dropped layer, the layer below it (-1: none)."""
+        """Return each base layer's number in the output.
+
+        A dropped layer gets the number of the next kept layer below it (-1: none).
+        """
         kept = {layer.base: layer.index for layer in self.layers if layer.base is not None}
         places: list[int] = []
         for layer in range(len(kept) + sum(map(len, self.dropped.values()))):

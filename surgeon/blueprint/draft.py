@@ -107,6 +107,7 @@ class Draft:
     """The model while operations edit it, one after another."""
 
     def __init__(self, anatomy: Anatomy, config: Mapping[str, Any], *, seed: int) -> None:
+        """Begin a draft with the base's own tensors, config and grafts, before any operation."""
         self.anatomy = anatomy
         self.seed = seed
         # Sizes that operations changed and that layers share, by config key (`with_fields`).
@@ -156,14 +157,14 @@ class Draft:
         self.outer[name] = Outer(recipe, self.number)
 
     def add_coupling(self, coupling: Coupling) -> None:
-        """Register a transport map that recipes share; its name must be new, and maps that it needs come before it."""
+        """Register a transport map that recipes share; its name must be new, and maps that it builds on come first."""
         assert coupling.name not in self.couplings, coupling.name
         self.couplings[coupling.name] = coupling
 
     def copy_of(self, source: int, *, operation: int, opened: bool = False) -> LayerDraft:
         """Return a new layer with the native tensors of layer `source`; in full precision if `opened`.
 
-        Grafts are not copied.
+        Grafts are not copied, and neither are buffers that nothing reads.
         """
         original = self.layers[source]
         unused = self.anatomy.unused(original.like)
@@ -179,7 +180,7 @@ class Draft:
         )
 
     def insert(self, inserted: Mapping[int, list[LayerDraft]]) -> None:
-        """Insert new layers after the given layers (numbers of the current stack).
+        """Insert new layers; `inserted` maps the number of a layer in the current stack to the new layers above it.
 
         Raises BadInput where the model would have more than MOST_LAYERS layers.
         """
@@ -234,14 +235,14 @@ class Draft:
         return made
 
     def open(self, layer: int) -> None:
-        """Replace a layer's quantised tensors by full-precision ones."""
+        """Replace a layer's quantised tensors by full-precision ones; do nothing where the layer is not quantised."""
         home = self.layers[layer]
         if self.kind_of(layer).packed:
             home.tensors, home.opened = self.opened(layer), True
 
     @property
     def pattern(self) -> list[tuple[int, str]]:
-        """Return the anatomy's `pattern` entry for each layer of the current stack."""
+        """Return (kind number, kind title) of each layer of the current stack."""
         pattern = self.anatomy.pattern
         return [pattern[layer.like] for layer in self.layers]
 
@@ -272,7 +273,10 @@ class Draft:
         return sum(recipe.numel for recipe in held)
 
     def finish(self) -> Blueprint:
-        """Number the layers, name the tensors, extend the config, and return the blueprint."""
+        """Number the layers, name the tensors, extend the config, and return the blueprint.
+
+        Raises BadInput where a tensor cannot be made: it has a wrong shape, is quantised, or is shared and changed.
+        """
         grafted = any(layer.grafts for layer in self.layers)
         config = self.converted
         if config is None:
@@ -326,7 +330,8 @@ class Draft:
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:
         """Return the tensors outside the layers; a tensor with one part per layer gets parts for the new layers.
 
-        The part of a new layer, or of a branch, is the part of the layer that it is like.
+        The part of a new layer, or of a branch, is the part of the layer that it is like. Raises BadInput where an
+        operation changed such a tensor.
         """
         found = self.anatomy.derivation
         twins, stored = twins_of([layer.grafts for layer in self.layers]), self.anatomy.twins
@@ -363,9 +368,10 @@ class Draft:
         return made
 
     def _of_other_depth(self) -> tuple[Mapping[str, Any], int]:
-        """Return a config of the base's type with another depth, and that depth; the base's own where there is none.
+        """Return (config, depth) of a model of the base's type with another depth.
 
-        Where the base has twins, return the base's own config, with the twins as its last layers.
+        Where no such config can be made, return the base's own config and depth. Where the base has twins, return the
+        base's own config, with the twins as its last layers.
         """
         found, layers, twins = self.anatomy.derivation, self.anatomy.sizes.layers, self.anatomy.twins
         if twins:
@@ -376,10 +382,11 @@ class Draft:
             return self.config, layers
 
     def _with_shared(self, outputs: list[Output]) -> tuple[list[Output], dict[int, tuple[str, ...]]]:
-        """Return the tensors outside the layers, with blocks that layers share moved to their new owners.
+        """Return (outputs, left): the tensors outside the layers, and the tensors that only dropped layers used.
 
-        A new layer that has its own tensors in such a block gets copies of the tensors of the layer that it is like.
-        The second result gives, by operation, the tensors that only dropped layers used.
+        Blocks that layers share move to their new owners. A new layer that has its own tensors in such a block gets
+        copies of the tensors of the layer that it is like. `left` is by operation. Raises BadInput where the plan
+        changes a tensor that would move.
         """
         shared = {output.name: output for output in outputs if layer_of(output.name) is not None}
         order, last = [layer.like for layer in self.layers], self._last_of_depth
@@ -406,7 +413,7 @@ class Draft:
 
     @property
     def _last_of_depth(self) -> int | None:
-        """Return the last operation that changed which layers there are."""
+        """Return the number of the last operation that added or removed layers; None where no operation did."""
         made_by = [layer.operation for layer in self.layers if layer.operation is not None]
         return max([*made_by, *self.dropped], default=None)
 
@@ -418,6 +425,7 @@ class Draft:
         return copy.deepcopy(self.config) if unchanged else self.anatomy.derivation.grown(order, opened)
 
     def _grafted_config(self, trunk: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config `trunk` extended by the runtime's classes and by `surgery`, which describes all grafts."""
         grafts = [layer.grafts for layer in self.layers]
         order = [layer.like for layer in self.layers]
         made = self.anatomy.derivation.grafted(trunk, order, twins_of(grafts), self._graft_modules())
@@ -441,7 +449,7 @@ class Draft:
 
 
 def _moved(output: Output, name: str, operation: int) -> Output:
-    """Return a tensor of the base under its new name, if that differs: the same bytes, still used by the model."""
+    """Return a base tensor's output under the name `name`: the same bytes, still used by the model."""
     if name == output.name:
         return output
     assert isinstance(output.recipe, Copy), output.name
@@ -482,7 +490,10 @@ def _inside(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> list[Graft]:
-    """Give each graft tensor of a layer to the graft that owns it. Raises BadInput where no graft owns it."""
+    """Add each tensor of a layer's grafts to the graft that owns it; return the grafts.
+
+    Raises BadInput where no graft owns it.
+    """
     for suffix, info in tensors.items():
         owner = next((graft for graft in grafts if graft.owns(suffix)), None)
         if owner is None:
@@ -492,6 +503,7 @@ def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> lis
 
 
 def _finished(index: int, layer: LayerDraft, layer_type: str | None) -> Layer:
+    """Return a layer of the draft as the blueprint shows it, under its final number."""
     notes = tuple(GraftNote(graft.text, graft.operation) for graft in layer.grafts)
     made_from, like = layer.sources, layer.like
     return Layer(index, layer.base, layer.operation, layer.init, made_from, layer_type, like, notes, layer.opened)

@@ -23,7 +23,10 @@ from surgeon.runtime.spread import for_each_layer
 
 
 def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:
-    """Return the recipe that makes a tensor with this initial value; `key` seeds it where it is random."""
+    """Return the recipe that makes a tensor with this initial value; `key` seeds it where it is random.
+
+    The recipe is `Constant` for given values or a standard deviation of zero, otherwise `Random`.
+    """
     match birth:
         case Values(values=values):
             return Constant(values, dtype, birth.shape)
@@ -55,17 +58,17 @@ class Graft:
 
     @property
     def rules(self) -> Kind:
-        """Return the rules that apply to all grafts of its kind."""
+        """Return the rules that apply to all grafts of this graft's kind."""
         return kinds()[self.kind]
 
     @property
     def text(self) -> str:
-        """Return its text for preview: `control block, lerp`; `adapter of 512, relu gate`; `slot 1 of rank 4`."""
+        """Return words for preview: `control block, lerp`; `adapter of 512, relu gate`; `slot 1 of rank 4`."""
         return self.rules.text(self.entry, " in the branch" if self.in_branch else "")
 
     @property
     def sign(self) -> str:
-        """Return one or two characters that stand for it in pictures of the layers."""
+        """Return one or two characters that mark the graft in pictures of the layers."""
         return self.rules.sign(self.entry)
 
     def twin(self, operation: int) -> Graft:
@@ -107,7 +110,10 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inserted_before(config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the layers that earlier surgeries inserted, as the config lists them (from the first with grafts on)."""
+    """Return the numbers of the layers that earlier surgeries inserted, from config.json.
+
+    Empty where the base has no grafts: layers are listed from the first surgery with grafts on.
+    """
     if not is_grafted(config):
         return frozenset()
     surgery = for_each_layer(config["surgery"])

@@ -19,7 +19,10 @@ MAX_NEW_SHARD_BYTES = 2_000_000_000
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the output and its tensors in the order of the file. `mirrored` is the base shard it mirrors."""
+    """One file of the output and its tensors in the order of the file.
+
+    `mirrored` is the name of the base shard with the same tensors; None for a shard of new tensors.
+    """
 
     file: str
     outputs: tuple[Output, ...]
@@ -44,9 +47,9 @@ def header_of(shard: Shard, mirrored: Header | None) -> tuple[bytes, list[tuple[
 
 
 def is_unchanged(shard: Shard, data: Pieces, place: str, mirrored: Header) -> bool:
-    """Return whether a shard's file equals the file at `place`, with header `mirrored`, byte for byte, header included.
+    """Return whether a shard's file equals the base's file at `place` byte for byte, header included.
 
-    `data` lists the files that the shard's data is made of.
+    `data` lists the files that the shard's data is made of; `mirrored` is the header of the file at `place`.
     """
     named = [(info.name, info.dtype, info.shape) for info in mirrored.tensors]
     same = named == [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
@@ -73,7 +76,7 @@ def lay_out(
 
 
 def _source(output: Output, base: Mapping[str, TensorInfo]) -> TensorInfo:
-    """Return the (first) tensor of the base whose bytes an output moves."""
+    """Return the base tensor whose bytes an output moves; the first one where there are several."""
     return base[output.pieces.spans[0].tensor]
 
 
@@ -87,6 +90,7 @@ def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:
 
 
 def _new_shards(outputs: Sequence[Output], limit: int) -> list[list[Output]]:
+    """Distribute the new tensors over shards of at most `limit` bytes; a layer stays whole, even where it is larger."""
     shards: list[list[Output]] = []
     room = 0
     for layer in group_by_layer([output for output in outputs if output.new]):

@@ -60,7 +60,10 @@ class Sorted:
     _square: list[tuple[str, Product, Experts]] = field(default_factory=list)
 
     def sort(self) -> dict[str, list[Step]]:
-        """Return the steps of each place, by its parameter. Raises BadInput, which names a tensor that does not fit."""
+        """Fill all fields from the adapter's tensors, and return the steps of each place, by its parameter.
+
+        Raises BadInput with the name of a tensor that does not fit, and where the adapter is incomplete or empty.
+        """
         groups: dict[str, dict[str, str]] = {}
         # PEFT does not read its copies of modules as they were before `modules_to_save`.
         read = [name for name in self.adapter.tensors if ".original_module." not in name]
@@ -153,7 +156,11 @@ class Sorted:
             raise self._refused(up, "its config says `lora_bias`, and no lora_B.bias is beside it; was the file cut?")
 
     def _read_experts(self, parameter: str, experts: Experts, tensors: Mapping[str, str]) -> None:
-        """Add a LoRA's matrices for all experts: expert e has r rows of A, and columns e, e + E … of B."""
+        """Add a LoRA's matrices for all experts: expert e has r rows of A, and columns e, e + E … of B.
+
+        Whether the matrices are transposed is read from their shapes; a pair for square matrices waits until all other
+        pairs are known (`_packing`). Raises BadInput where shapes do not fit.
+        """
         down, up = self._pair(tensors, _PAIR)
         if len(tensors) > 2:
             other = next(name for what, name in tensors.items() if what not in _PAIR)
@@ -162,6 +169,7 @@ class Sorted:
         shapes = [list(self.adapter.tensors[name].shape) for name in (down, up)]
         called = {
             turned: [[rank * count, inputs], [outputs, rank * count]]
+            # Keys are 0 for outputs × inputs and 1 for transposed matrices.
             for turned, (outputs, inputs) in enumerate(
                 ((experts.rows, experts.columns), (experts.columns, experts.rows))
             )
@@ -183,6 +191,7 @@ class Sorted:
             self._add_experts(parameter, product, experts)
 
     def _add_experts(self, parameter: str, product: Product, experts: Experts) -> None:
+        """Add a product to the place of every expert's matrix, or to the one place of all experts."""
         for place in experts.places:
             number = None if place.expert is None else place.expert.number
             of_one = product if number is None else replace(product.of_expert(number), rows=place.rows)
@@ -190,7 +199,10 @@ class Sorted:
         self.pairs[parameter] = product
 
     def _packing(self, product: Product, experts: Experts) -> bool:
-        """Return whether a pair for square matrices is transposed, by the adapter's other pairs or its PEFT."""
+        """Return whether a pair for square matrices is transposed, by the adapter's other pairs or the release of PEFT.
+
+        Raises BadInput where neither decides it.
+        """
         others = {each.turned for each in self.pairs.values() if each.expert is not None}
         if len(others) == 1:
             return others.pop()
@@ -205,6 +217,10 @@ class Sorted:
         return not outputs_first
 
     def _pair(self, tensors: Mapping[str, str], names: tuple[str, str]) -> tuple[str, str]:
+        """Return (A, B): the names of the two tensors.
+
+        Raises BadInput where one is missing, or another tensor is surplus.
+        """
         for there, absent in (names, names[::-1]):
             if absent not in tensors:
                 known = tensors.get(there, next(iter(tensors.values())))
@@ -215,6 +231,7 @@ class Sorted:
         return tensors[names[0]], tensors[names[1]]
 
     def _magnitude(self, module: str, tensors: Mapping[str, str], place: Place, rows: int) -> Imported | None:
+        """Return DoRA's magnitude; None without DoRA. Raises BadInput where config and tensors differ about it."""
         found = tensors.get("lora_magnitude_vector")
         if (found is not None) != self.settings.dora:
             which = next(iter(tensors.values())) if found is None else found
@@ -227,7 +244,10 @@ class Sorted:
         return self._of(found)
 
     def _add_tokens(self, module: str, tensor: str) -> None:
-        """Add rows of embeddings that were trained separately (`trainable_token_indices`)."""
+        """Add rows of embeddings that were trained separately (`trainable_token_indices`).
+
+        Raises BadInput where the config lists no ids for the module, or ids that the base does not have.
+        """
         module = module.removesuffix(_BASE)
         place = self._place(f"{module}.weight", tensor)
         ids = next((ids for name, ids in self.settings.tokens.items() if not name or ends(module, name)), None)
@@ -246,7 +266,11 @@ class Sorted:
         self.shared += [step] if place.form == "embedding" else []
 
     def _add_whole(self, tensor: str, name: str) -> None:
-        """Add a parameter that was trained whole, or saved with the adapter."""
+        """Add a parameter that was trained whole, or saved with the adapter.
+
+        The first such tensor for embeddings or head may have another number of rows, which sets `rows`. Raises BadInput
+        where the config does not name the parameter, or its shape does not fit.
+        """
         path, _, key = _AS_LAID.sub(".", name).rpartition(".")
         place = self._place(f"{path}.{key}", tensor)
         below = _BASE in name
@@ -334,6 +358,7 @@ class Sorted:
 
     @cached_property
     def _kinds(self) -> set[str]:
+        """Return the changed modules' paths, with `*` for the layer's number."""
         return {_A_LAYER.sub(".*.", parameter.rpartition(".")[0]) for parameter in self.steps}
 
     def _check_used(self, tensors: Iterable[str]) -> None:
@@ -346,12 +371,15 @@ class Sorted:
 
     @property
     def _shown(self) -> str:
+        """Return the adapter's name for messages."""
         return printable(self.called)
 
     def _refused(self, tensor: str, why: str) -> BadInput:
+        """Return the error for a tensor of the adapter, with the reason."""
         return BadInput(f"{self._shown}: {printable(tensor)}: {why}; nothing is merged of an adapter in part")
 
     def _lacking(self, name: str, key: str, *, of_expert: bool = False) -> BadInput:
+        """Return the error for a place that the config names under `key`, and for which the adapter has no tensors."""
         which = "one for another base"
         if of_expert:
             which = "trained where experts are no modules (then take the name out of `target_modules`)"
@@ -361,6 +389,10 @@ class Sorted:
         )
 
     def _place(self, name: str, tensor: str) -> Place:
+        """Return the place of a parameter in the base.
+
+        Raises BadInput, with the likely reason, where the base does not have it.
+        """
         found = self.model.find(name)
         if found is None:
             why = "the adapter is for another base"
@@ -383,16 +415,19 @@ class Sorted:
         return found
 
     def _check_shape(self, tensor: str, expected: tuple[int, ...]) -> None:
+        """Raise BadInput where a tensor of the adapter has another shape than `expected`."""
         shape = self.adapter.tensors[tensor].shape
         if shape != expected:
             turned = ": it is transposed, or A and B are exchanged" if shape == expected[::-1] and shape[1:] else ""
             raise self._refused(tensor, f"shape {list(shape)}, base and config call for {list(expected)}{turned}")
 
     def _of(self, tensor: str) -> Imported:
+        """Return the recipe of a tensor of the adapter."""
         found = self.adapter.tensors[tensor]
         return Imported("adapter", self.called, tensor, found.dtype, found.shape)
 
     def _step(self, place: Place, step: Step) -> None:
+        """Append a step to the steps of a place."""
         self.steps.setdefault(place.parameter, []).append(step)
 
 
@@ -414,14 +449,15 @@ def name_for_peft(tensor: str, model: Model) -> str:
 
 
 def sets_whole(step: Step) -> TypeGuard[Trained]:
-    """Return whether a step puts in, or adds, trained values for all rows."""
+    """Return whether a step replaces all rows by trained values, or adds trained values to all rows."""
     return isinstance(step, Trained) and step.rows is None
 
 
 def _is_head(path: str) -> bool:
+    """Return whether a module is an output head, by its name."""
     return ends(path, "lm_head") or ends(path, "embed_out")
 
 
 def deltas(steps: Mapping[str, list[Step]]) -> Iterator[tuple[str, Product]]:
-    """Yield every low-rank product, with the parameter that it is added to."""
+    """Yield (parameter, product) for every low-rank product."""
     return ((name, step) for name, of in steps.items() for step in of if isinstance(step, Product))

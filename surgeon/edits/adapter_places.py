@@ -61,12 +61,13 @@ class Settings(Spec):
 
     @cached_property
     def _matcher(self) -> Matcher:
+        """Return a matcher of PEFT's patterns, which names the adapter's config in errors."""
         return Matcher(ADAPTER_CONFIG)
 
     def names(self, module: str, form: str = "linear") -> bool:
         """Return whether `targets` or `pattern` name a module, by the rules of PEFT's `check_target_module_exists`.
 
-        `form` is one of `FORMS`.
+        False for a module that is excluded or saved whole. `form` is one of `FORMS`.
         """
         if self.excluding and self._matcher.whole(self.excluding, module):
             return False
@@ -81,7 +82,10 @@ class Settings(Spec):
         return not self.layers or self._number(module) in self.layers
 
     def _number(self, module: str) -> int | None:
-        """Return the number of a module's layer: the first in its path, or the first after one of `layers_pattern`."""
+        """Return the number of a module's layer: the first number in its path, or the first after `layers_pattern`.
+
+        None where the path has no such number.
+        """
         steps = module.split(".")
         numbers = [at for at, step in enumerate(steps[:-1]) if at and step.isdecimal()]
         if not self.layers_pattern:
@@ -105,7 +109,10 @@ class Settings(Spec):
 
 
 def settings_of(folder: AdapterFolder) -> Settings:
-    """Return an opened adapter's settings. Raises BadInput for invalid values."""
+    """Return an opened adapter's settings, with PEFT's defaults for what its config leaves out.
+
+    Raises BadInput for invalid values.
+    """
     config, shown = folder.config, folder.shown
     targets, layers, tokens = (
         config.get(k) for k in ("target_modules", "layers_to_transform", "trainable_token_indices")
@@ -147,10 +154,10 @@ FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
 
 @kept
 def parameters(base: Derivation) -> dict[str, tuple[str, str]]:
-    """Return every parameter of transformers' model by its name: the tensor that stores it, and its form.
+    """Return (tensor, form) for every parameter of transformers' model, by the parameter's name.
 
-    The tensor's name is empty where several tensors store the parameter, or another parameter's tensor does. The form
-    is one of `FORMS`.
+    `tensor` is the name of the stored tensor, empty where several tensors store the parameter, or another parameter's
+    tensor does. `form` is one of `FORMS`.
     """
     names, stack = base.seen.names, base.stack
     # A tensor that several layers share is not a parameter of one layer.
@@ -258,7 +265,10 @@ class Model:
         return cls(places | every, stack, experts, anatomy)
 
     def find(self, name: str) -> Place | None:
-        """Return a place by its parameter's name, in memory (whatever class holds the text model) or on disk."""
+        """Return the place of a parameter by its name, in memory (whatever class holds the text model) or on disk.
+
+        None where the base has no such parameter.
+        """
         found = self.places.get(name) or self._bare_places.get(self._bare(name)) or self._stored.get(name)
         if found is not None and not found.stored and found.layer is None and self.tied is not None:
             return self.tied.head if self.tied.head.parameter == found.parameter else found
@@ -298,14 +308,17 @@ class Model:
 
     @cached_property
     def _bare_places(self) -> dict[str, Place]:
+        """Return the places by their parameters' bare names (`_bare`)."""
         return {self._bare(name): place for name, place in self.places.items()}
 
     @cached_property
     def _stored(self) -> dict[str, Place]:
+        """Return the places by the names of their tensors on disk."""
         return {place.stored: place for place in self.places.values() if place.stored}
 
     @cached_property
     def _held(self) -> dict[str, list[str]]:
+        """Return the names of parameters by the bare name of the module that has them."""
         found: dict[str, list[str]] = {}
         for name in self.places:
             found.setdefault(self._bare(name.rpartition(".")[0]), []).append(name)
@@ -313,7 +326,10 @@ class Model:
 
 
 def _experts(anatomy: Anatomy, places: Mapping[str, Place], stack: str) -> Iterator[tuple[str, Experts]]:
-    """Yield the parameters that hold the matrices of all experts, where the storage of each is known."""
+    """Yield (parameter, experts) for each parameter that holds the matrices of all experts.
+
+    Parameters whose experts are stored in an unknown way are left out.
+    """
     for index, held in enumerate(anatomy.layers):
         inside = f"{stack}.{index}."
         stacks = {
@@ -338,7 +354,10 @@ def _word(part: Part, stacks: Mapping[str, Place]) -> str:
 
 
 def _together(memory: Place, layer: int, parts: list[tuple[Part, str]]) -> Experts:
-    """Return one parameter of all experts as it is stored: in one tensor, or in one or two for each expert."""
+    """Return one parameter of all experts as it is stored: in one tensor, or in one or two for each expert.
+
+    `memory` is its place in memory; `parts` are the stored parts with their tensors' names.
+    """
     first = parts[0][0]
     turned = memory.form == "turned experts"
     assert first.expert is not None, first.suffix

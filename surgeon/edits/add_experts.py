@@ -122,6 +122,7 @@ class AddExperts(Operation):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        """Check that the fields choose experts in exactly one way and fit each other. Raises ValueError."""
         if sum(each is not None for each in (self.times, self.count, self.experts)) != 1:
             raise ValueError(
                 "give one of `times` (as many times), `count` (so many more) and `experts` (copies of these)"
@@ -153,7 +154,7 @@ class AddExperts(Operation):
         )
 
     def prepare(self, base: OpenedBase) -> AddedFacts:
-        """Choose the experts to copy on a text, and measure what the copies cost.
+        """Choose the experts to copy on a text, and measure what the copies cost; without a text, do nothing.
 
         Raises BadInput where the weights are not at hand, or another operation comes first.
         """
@@ -173,7 +174,10 @@ class AddExperts(Operation):
         )
 
     def edit(self, draft: Draft, facts: AddedFacts | None) -> OperationRecord:
-        """Add the new experts and their router rows after the old experts, or after those of their group."""
+        """Add the new experts and their router rows after the old experts of their layer, or of their group.
+
+        Raises BadInput where the experts to copy are not known, do not exist, or are distributed unevenly.
+        """
         facts = facts or AddedFacts()
         mixtures = mixtures_of(draft.anatomy)
         if self.by in ("reap", "frequency"):
@@ -205,6 +209,7 @@ class AddExperts(Operation):
 
     @property
     def _what(self) -> str:
+        """Return words for `matched` on what the new experts are."""
         if self.how == "zero":
             return "the new ones with zero down projections, taken by no token"
         which = {"reap": "those of most router weight times norm of output", "frequency": "those most often chosen"}
@@ -236,6 +241,7 @@ class AddExperts(Operation):
         }
 
     def _by_chance(self, mixtures: Mixtures, anatomy: Anatomy, more: int) -> dict[int, list[Place]]:
+        """Return the experts of each layer with as many copies of random experts, for comparison."""
         drawn = random.Random(0)
         return {
             layer: self._places(
@@ -266,6 +272,10 @@ class AddExperts(Operation):
         return made
 
     def _claim(self, cost: GrowthCost | None, counts: tuple[int, int], chosen: int, draft: Draft) -> Claim:
+        """Return the claim: silent experts and shared weights keep the function where ties are impossible.
+
+        `counts` are the numbers of experts before and after, `chosen` how many a token takes.
+        """
         mixtures = mixtures_of(draft.anatomy)
         if self.how == "zero":
             same = "no token takes the new experts, whatever it reads: their choice is below every other"
@@ -300,7 +310,7 @@ def _check_layers(added: Mapping[int, Sequence[int]], mixtures: Mixtures) -> Non
 
 
 def _in_float32(layer: LayerDraft, mixtures: Mixtures, *, every: bool = False) -> bool:
-    """Return whether a layer's router has float32 tensors (any, or all if `every`): then scores are rarely equal."""
+    """Return whether a layer's router has float32 tensors (any, or with `every` all): then scores are rarely equal."""
     assert layer.base is not None
     own = [part.suffix for part in mixtures[layer.base][1] if part.blocks[0][0] == "router"]
     held = [layer.tensors[suffix].dtype == "F32" for suffix in own]
@@ -312,7 +322,10 @@ def _cost(
     grown: tuple[Mapping[int, Sequence[Place]], Mapping[int, Sequence[Place]]],
     said: Mapping[str, Any],
 ) -> GrowthCost:
-    """Return how the loss grows with the copies and with random ones; `said` holds the facts about the text."""
+    """Return how the loss grows with the copies and with random ones.
+
+    `grown` are the experts by layer with the copies, and with random ones; `said` are the fields about the text.
+    """
     grows, by_chance = (
         Loss.of(measured.cost({layer: [place.source for place in places] for layer, places in each.items()}))
         for each in grown
@@ -321,6 +334,7 @@ def _cost(
 
 
 def _said(cost: GrowthCost | None) -> str:
+    """Return words for `matched` on the measured cost; empty where none was measured."""
     if cost is None:
         return ""
     return f"{cost.said} with them (with as many copies at random {cost.random.shown})"

@@ -112,18 +112,22 @@ def _check(draft: Draft) -> str:
 
 
 def _dtypes(config: Mapping[str, Any]) -> list[Any]:
-    """Return the dtypes that a config.json and its parts name."""
+    """Return the dtypes that a config.json and its parts name; an empty list where they name none."""
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
     return [dtype for dtype in found if dtype is not None]
 
 
 def _is_made(recipe: Recipe) -> bool:
+    """Return whether a recipe computes full-precision numbers from quantised ones."""
     return isinstance(recipe, (Dequantised, Unpacked))
 
 
 def _opened(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtype: str) -> dict[str, Recipe]:
-    """Return tensors with quantised ones as numbers, and without scales; keys are names or suffixes."""
+    """Return the recipes of `tensors`, with quantised ones as numbers, and without scales.
+
+    Keys are names or suffixes, as in `tensors`.
+    """
     if quantisation(config)["quant_method"] == COMPRESSED:  # type: ignore[index]
         return _unpacked(config, tensors, dtype)
     packed = packed_of(config, {name: (name,) for name in tensors}, tensors)
@@ -138,7 +142,10 @@ def _opened(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtype:
 
 
 def _unpacked(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtype: str) -> dict[str, Recipe]:
-    """Return the tensors unpacked from compressed-tensors' formats, whose groups match modules by full name."""
+    """Return the tensors unpacked from compressed-tensors' formats, whose groups match modules by full name.
+
+    Raises BadInput where a tensor's columns are in groups of another order.
+    """
     whole = {info.name: info for info in tensors.values()}
     packs = packs_of(config, whole)
     made: dict[str, Recipe] = {}

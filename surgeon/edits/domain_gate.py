@@ -135,6 +135,7 @@ class DomainGate(Operation):
         )
 
     def _entry(self) -> dict[str, Any]:
+        """Return the gate's settings as `config.surgery` stores them."""
         return {
             "reads": self.reads,
             "form": self.form,
@@ -186,7 +187,7 @@ class DomainGate(Operation):
 
 
 def _added(draft: Draft) -> dict[int, tuple[dict[str, Any], str]]:
-    """Return, by layer, what the plan added there: as an entry of `gated`, and in words."""
+    """Return, by layer, (entry, words) for what the plan added there: an entry of `gated`, and a description."""
     graft_of = {kind.key: rules.name for rules in GRAFTS.values() for kind in rules.kinds}
     found: dict[int, tuple[dict[str, Any], str]] = {}
     for index, layer in enumerate(draft.layers):

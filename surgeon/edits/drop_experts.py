@@ -52,10 +52,10 @@ _WORDS = {
 
 
 class ExpertCost(Cost):
-    """The cost of losing the experts, on `tokens` predictions of a text by which they were not judged.
+    """The cost of losing the experts, on `tokens` predictions of a text that was not used to choose them.
 
-    `before` is the base's loss; `grows` is its growth without the dropped experts; for comparison, `frequency` is its
-    growth without as many of the least often chosen, and `random` without as many at random.
+    `before` is the base's loss; `grows` is its growth without the dropped experts. For comparison, `frequency` is its
+    growth without as many of the least often chosen experts, and `random` without as many random experts.
     """
 
     frequency: Loss
@@ -111,6 +111,7 @@ class DropExperts(Operation):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        """Check that experts are chosen in exactly one way, with a text where one is needed. Raises ValueError."""
         if (self.experts is None) == (self.count is None):
             raise ValueError("give either `experts` (which go) or `count` (how many, chosen on `text`)")
         if self.count is not None and self.text is None:
@@ -122,7 +123,7 @@ class DropExperts(Operation):
         return self
 
     def prepare(self, base: OpenedBase) -> ExpertFacts:
-        """Choose the experts to drop on a text, and measure what it costs to lose them.
+        """Choose the experts to drop on a text, and measure what it costs to lose them; without a text, do nothing.
 
         Raises BadInput where the weights are not at hand, or another operation comes first.
         """
@@ -165,11 +166,12 @@ class DropExperts(Operation):
         return OperationRecord(self.op, found + _said(facts.cost), _claim(facts.cost), trains="all")
 
     def _check(self, gone: Mapping[int, Sequence[int]], mixtures: Mixtures, anatomy: Anatomy) -> None:
-        """Raise BadInput for experts that do not exist, and for numbers of them that the class cannot hold."""
+        """Raise BadInput for experts that do not exist or occur twice, or too many or unevenly many of them."""
         check_layers(gone, mixtures)
         sizes = {len(set(numbers)) for numbers in gone.values()}
         for layer, numbers in gone.items():
             count, _ = mixtures[layer]
+            # `odd` is the list of unknown numbers, or True where a number occurs twice.
             if odd := [number for number in numbers if number >= count] or (len(set(numbers)) < len(numbers)):
                 what = "one is named twice" if odd is True else f"there is no expert {odd[0]}"
                 raise BadInput(f"layer {layer} has experts 0 to {count - 1}: {what}")
@@ -201,13 +203,17 @@ def least(scores: Mapping[int, Sequence[float]], count: int, groups: Mapping[int
 def _cost(
     measured: Experts, gone: Mapping[int, Sequence[int]], groups: Mapping[int, int], said: Mapping[str, Any]
 ) -> ExpertCost:
-    """Return the growth of the loss without `gone` and without other choices; `said` holds the facts about the text."""
+    """Return the growth of the loss without `gone`, without the least often chosen experts, and without random ones.
+
+    `said` are the fields about the text.
+    """
     often = measured.scores("frequency")
     drawn = random.Random(0)
     by_chance = {layer: [drawn.random() for _ in values] for layer, values in often.items()}
     count = len(next(iter(gone.values())))
 
     def of(out: Mapping[int, Sequence[int]]) -> Loss:
+        """Return the growth of the loss without the experts `out`."""
         kept = {layer: [n for n in range(len(often[layer])) if n not in numbers] for layer, numbers in out.items()}
         return Loss.of(measured.cost(kept))
 
@@ -220,7 +226,10 @@ def _cost(
 
 
 def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[int], draft: Draft) -> None:
-    """Remove experts from one layer, and renumber the other experts."""
+    """Remove the experts `gone` from one layer, and renumber the other experts.
+
+    Raises BadInput where none would stay.
+    """
     count, own = mixture
     kept = [number for number in range(count) if number not in gone]
     if not kept:
@@ -256,6 +265,7 @@ def _only(of: Copy, kept: Sequence[int]) -> Recipe:
 
 
 def _said(cost: ExpertCost | None) -> str:
+    """Return words for `matched` on the measured cost; empty where none was measured."""
     if cost is None:
         return ""
     return (
@@ -265,6 +275,7 @@ def _said(cost: ExpertCost | None) -> str:
 
 
 def _claim(cost: ExpertCost | None) -> Claim:
+    """Return the claim: none, with the cost where it was measured."""
     what = "tokens go to other experts, and what those that are gone added is gone"
     if cost is None:
         return Claim("none", f"{what}; what that costs was not measured (`text`), and every layer is to be trained on")

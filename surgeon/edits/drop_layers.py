@@ -44,7 +44,7 @@ _WORDS = {
 
 
 class TextLoss(Spec):
-    """Losses on a text, in nats a token over `tokens` predictions: of the base, and of the model without the layers.
+    """Losses on a text, in nats per token over `tokens` predictions: of the base, and of the model without the layers.
 
     `scores` are the values by which layers were chosen, in order (for `angular`, of blocks; for `laco`, of the places
     where layers were merged).
@@ -78,7 +78,10 @@ class LayerFacts(Facts):
         return {int(layer): {int(of): by for of, by in made.items()} for layer, made in self.merged.items()}
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """Check that the layers recorded as silent are silent in the base."""
+        """Return the check that the layers recorded as silent are silent in the base.
+
+        Returns no check without a base, or where no layers are recorded as silent.
+        """
         if base is None or not self.silent:
             return []
         wrong = {*self.silent} - {*silent_layers(base, dissect_folder(base, recalled))}
@@ -160,6 +163,7 @@ class DropLayers(Operation):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        """Check that layers are chosen in exactly one way, with the fields of that way only. Raises ValueError."""
         if (self.layers is None) == (self.count is None):
             raise ValueError("give either `layers` (which go) or `count` (how many, chosen on `text`)")
         if self.count is not None and self.text is None:
@@ -260,6 +264,10 @@ class DropLayers(Operation):
         )
 
     def _gone(self, facts: LayerFacts, total: int) -> list[int]:
+        """Return the layers to remove, ascending.
+
+        Raises BadInput where they are not known, do not exist, or are all layers.
+        """
         if self.layers is None:
             if not facts.chosen or not facts.layers:
                 raise BadInput("which layers go is not known: it is measured on the base's own weights")
@@ -271,7 +279,10 @@ class DropLayers(Operation):
         return gone
 
     def _merged(self, draft: Draft, facts: LayerFacts, gone: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
-        """Return, for each layer that others are merged into, the factor of each layer in the sum."""
+        """Return, for each layer that others are merged into, the factor of each layer in the sum; else an empty dict.
+
+        Raises BadInput where layers of different kinds would be added, or recorded merges do not fit the model.
+        """
         if self.by != "laco":
             return {}
         if self.layers is None:
@@ -297,6 +308,7 @@ class DropLayers(Operation):
     def _matched(
         self, gone: Sequence[int], merged: Mapping[int, Mapping[int, int]], total: int, text: TextLoss | None
     ) -> str:
+        """Return words for the manifest: the layers, how they were chosen, and the loss."""
         how = _into(merged) if self.by == "laco" else ""
         if self.count is not None and self.by != "laco":
             how = f", {_WORDS[self.by or 'block_influence']}"
@@ -308,13 +320,13 @@ class DropLayers(Operation):
 
 
 def _replaced(merged: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
-    """Return the layers that a merge merely replaces by one other layer, each with that layer."""
+    """Return the layers that a merge merely replaces by one other layer, as {layer: other layer}."""
     alone = {layer: next(iter(made)) for layer, made in merged.items() if len(made) == 1}
     return {layer: of for layer, of in alone.items() if merged[layer][of] == 1}
 
 
 def _into(merged: Mapping[int, Mapping[int, int]]) -> str:
-    """Describe what LaCo makes of the layers that stay: which are merged, and which are replaced by another layer."""
+    """Return words on what LaCo makes of the layers that stay: which are merged, and which are replaced by another."""
     replaced = _replaced(merged)
     real = sorted(merged.keys() - replaced.keys())
     said = [f", merged into {show_layers(real)}"] if real else []
@@ -353,6 +365,7 @@ def _recipes(draft: Draft, merged: Mapping[int, Mapping[int, int]]) -> dict[int,
 
 
 def _claim(silent: bool, merged: bool, text: TextLoss | None) -> Claim:
+    """Return the claim: exact where all removed layers are silent, else none, with the cost where it was measured."""
     if silent:
         return Claim("exact", "the layers that go add exactly zero to the residual stream: what writes to it is zero")
     what = "what the layers added is gone" if not merged else "a layer is not linear in its weights"

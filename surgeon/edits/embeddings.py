@@ -121,7 +121,10 @@ def is_untied(draft: Draft) -> bool:
 
 @kept
 def untied_config(base: Derivation, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config.json for a model whose output head has its own tensors."""
+    """Return a copy of a config.json for a model whose output head has its own tensors.
+
+    Every part on the way to the text model gets `tie_word_embeddings: false`.
+    """
     made = copy.deepcopy(dict(config))
     part = made
     part[_TIED] = False

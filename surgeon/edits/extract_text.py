@@ -40,7 +40,7 @@ class ExtractText(Operation):
     op: Literal["extract_text"]
 
     def prepare(self, base: OpenedBase) -> Facts:
-        """Leave out the side files that are for images."""
+        """Leave the side files for images out of the output, with a note; return facts that record them."""
         names = base.folder.side_files
         if left := [name for name in names if name in IMAGE_FILES]:
             base.notes.append(f"left behind, as they are for images: {', '.join(left)}")

@@ -96,6 +96,10 @@ class GrowVocabulary(Operation):
 
     @model_validator(mode="after")
     def _check_keep(self) -> GrowVocabulary:
+        """Check that there is something to add, and that `keep` is given exactly where `how` needs it.
+
+        Raises ValueError.
+        """
         tokens = self.tokens
         if not (tokens or self.special or self.added):
             raise ValueError(
@@ -115,7 +119,11 @@ class GrowVocabulary(Operation):
         return self
 
     def prepare(self, base: OpenedBase) -> VocabularyFacts | None:
-        """Extend the tokenizer: find the old tokens that each new token consists of, and make the new files."""
+        """Extend the tokenizer: find the old tokens that each new token consists of, and make the new files.
+
+        Return None where an earlier operation changed the tokenizer: `edit` then refuses. Raises BadInput where a token
+        cannot be added, or a config file uses a new id already.
+        """
         if TOKENIZER_FILE in base.side_files:
             # `edit` explains why a second growth is refused.
             return None
@@ -162,11 +170,14 @@ class GrowVocabulary(Operation):
         return VocabularyFacts.of(grown)
 
     def small(self, facts: VocabularyFacts | None, scale: Scale) -> tuple[Operation, VocabularyFacts | None]:
-        """Return the operation for a twin, without rows of padding, which need no separate check."""
+        """Return (operation, facts) for a twin, without rows of padding, which need no separate check."""
         return self.model_copy(update={"pad_to_multiple_of": 1}), None if facts is None else facts.small(scale)
 
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
-        """Add rows to embeddings and output head."""
+        """Add rows to embeddings and output head.
+
+        Raises BadInput where an earlier operation changed the vocabulary, or the new tokens do not fit the model.
+        """
         if has_other_rows(draft):
             raise BadInput("an earlier operation of this plan changes the vocabulary; join the two, or apply two plans")
         if facts is None:
@@ -205,6 +216,7 @@ class GrowVocabulary(Operation):
 
 
 def _matched(grown: VocabularyFacts, rows: int, new: int) -> str:
+    """Return words for the manifest: how many tokens and rows, and their ids."""
     tokens, first = len(grown.made_of), grown.rows
     padding = f" and {new - tokens} rows of padding" if new > tokens else ""
     free = f", in {min(new, rows - first)} rows of the base that no token used" if first < rows else ""

@@ -136,7 +136,11 @@ class MergeAdapter(Operation):
         return [each if isinstance(each, Weighted) else Weighted(adapter=each) for each in every]
 
     def prepare(self, base: OpenedBase) -> MergeFacts:
-        """Open the adapters, and compute the norms of their changes."""
+        """Open the adapters, and compute the norms of their changes.
+
+        Their tokenizer files replace the base's where the output is to have them. Raises BadInput where an adapter
+        cannot be merged.
+        """
         found: list[MergedAdapter] = []
         rows: int | None = None
         model = Model.of(base.anatomy)
@@ -235,6 +239,7 @@ class MergeAdapter(Operation):
         model = Model.of(anatomy)
 
         def adapted(loaded: Any) -> Any:
+            """Return the model with all adapters loaded, and all but the last merged."""
             from surgeon.models.load import with_adapter
 
             for number, name in enumerate(names, start=1):
@@ -245,7 +250,10 @@ class MergeAdapter(Operation):
         return adapted
 
     def _merge(self, draft: Draft, place: Place, steps: list[Step]) -> None:
-        """Replace one tensor by its merged value."""
+        """Replace one tensor by its merged value.
+
+        Raises BadInput where its layer was removed, is quantised or has a graft.
+        """
         if place.layer is None:
             draft.set_outer(place.stored, self._adapted(draft, place, draft.outer[place.stored].recipe, steps))
             return
@@ -268,6 +276,11 @@ class MergeAdapter(Operation):
         home.rewritten[place.suffix] = draft.number
 
     def _adapted(self, draft: Draft, place: Place, recipe: Recipe, steps: list[Step]) -> Recipe:
+        """Return the recipe of a tensor after the adapters' steps: expert by expert where the product is for experts.
+
+        Resized embeddings are replaced by the adapter's own rows. Raises BadInput where an earlier operation changed
+        the shape.
+        """
         first = steps[0]
         resized = first.values if sets_whole(first) and first.values.shape != place.shape else None
         if resized is not None:
@@ -300,7 +313,10 @@ class MergeAdapter(Operation):
 
 
 def _trained_on(folder: AdapterFolder, base: OpenedBase) -> str:
-    """Describe the base named by an adapter's config, and whether it has another name than this base; may be empty."""
+    """Return words on the base that an adapter's config names, and whether its name differs from this base.
+
+    The text is empty where the config names no base.
+    """
     found, own = folder.config.get("base_model_name_or_path"), base.folder.source.shown
     if not isinstance(found, str) or not found:
         return ""
@@ -314,7 +330,10 @@ def _last(name: str) -> str:
 
 
 def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
-    """Return the steps of all adapters by the tensor they change, including a tied head that one of them sets apart."""
+    """Return the steps of all adapters by the tensor they change, in the adapters' order.
+
+    Where an adapter gives a tied head its own values, the head's steps are listed separately from the embeddings'.
+    """
     merged: dict[str, list[Step]] = {}
     steps = [each.sort() for each in adapters]
     apart = any(each.apart for each in adapters)
@@ -334,12 +353,12 @@ def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
 
 
 def _whole_first(steps: list[Step]) -> list[Step]:
-    """Return steps, each once, with those that set every row first."""
+    """Return the steps without repeats, the steps that set all rows first."""
     return sorted(dict.fromkeys(steps), key=lambda step: not sets_whole(step))
 
 
 def _left(folder: AdapterFolder, base: CheckpointFolder) -> Iterator[str]:
-    """Yield descriptions of an adapter's tokenizer files that an output with the base's files would lack."""
+    """Yield words on an adapter's tokenizer files that an output with the base's files would lack."""
     own = template_of(folder)
     if own and own != template_of(base):
         yield "a chat template of its own lies"
@@ -362,9 +381,10 @@ def _ids(folder: AdapterFolder | CheckpointFolder) -> dict[str, int]:
 
 
 def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[str, SideFile]:
-    """Take the adapters' tokenizer files into the output, in place of the base's.
+    """Replace the base's tokenizer files in the output by the adapters'; return the record of each file.
 
-    Raises BadInput for files that no output gets, or a token id that is not below `rows`.
+    Where the adapters have no vocabulary, the base's files stay besides. Raises BadInput for files that no output gets,
+    or a token id that is not below `rows`.
     """
     found: dict[str, bytes | None] = {}
     for folder in folders:
@@ -386,10 +406,10 @@ def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[
 
 
 def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[MergedAdapter, int | None]:
-    """Return the facts of an adapter of `model`, called `called` in the plan, without its weights.
+    """Return (facts, rows): the facts of an adapter of `model`, called `called` in the plan, and its embedding rows.
 
-    The second result is the number of embedding rows, where they were resized before training. Raises BadInput for
-    settings that cannot be merged, and tensors that do not fit.
+    `rows` is None where embeddings were not resized before training. Raises BadInput for settings that cannot be
+    merged, tensors that do not fit, and an adapter that changes nothing.
     """
     folder.check_settings(_KNOWN, _REASONS, "such an adapter cannot be merged; merge it with PEFT")
     settings = settings_of(folder)
@@ -406,7 +426,10 @@ def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[Merg
 
 
 def _norm(folder: AdapterFolder, product: Product) -> float:
-    """Return ‖s · B A‖ of a pair of matrices, or of all experts' pairs, from the small products A Aᵀ and Bᵀ B."""
+    """Return ‖s · B A‖ of a pair of matrices, or of all experts' pairs, from the small products A Aᵀ and Bᵀ B.
+
+    Raises BadInput where a number is not finite.
+    """
     import numpy as np
 
     down, up = (
@@ -431,6 +454,7 @@ def _numbers(content: bytearray, dtype: str) -> np.ndarray:
 
 
 def _shown(listed: list[Weighted]) -> str:
+    """Return the adapters' names and weights for the manifest."""
     return ", ".join(printable(each.adapter) + (f" × {each.weight:g}" if each.weight != 1 else "") for each in listed)
 
 

@@ -62,6 +62,7 @@ class MergeBranches(Operation):
         )
 
     def _merge(self, draft: Draft, control: Graft, index: int, number: int) -> None:
+        """Replace a layer's tensors by their interpolation with the control block's, and remove the block."""
         layer = draft.layers[index]
         draft.open(index)
         alpha = self.alpha if self.alpha is not None else _inference_alpha(control, index)
@@ -76,7 +77,10 @@ class MergeBranches(Operation):
 
 
 def _inference_alpha(control: Graft, index: int) -> float | Recipe:
-    """Return the one α that the block uses in evaluation. Raises BadInput where each token has its own."""
+    """Return the one α that the block uses in evaluation: a number, or the recipe of its learned logit.
+
+    Raises BadInput where each token has its own α.
+    """
     stated: dict[str, Any] = {"kind": "lerp", "alpha": 0.5} | control.entry.get("interpolator", {})
     rule, why = INTERPOLATORS[stated["kind"]], ""
     learned = stated.get("inference_alpha") is None and stated.get("learnable")

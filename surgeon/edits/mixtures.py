@@ -45,7 +45,7 @@ Mixtures = Mapping[int, tuple[int, list[Part]]]
 
 
 class Loss(Spec):
-    """A mean over windows in nats a token, with the ends of its 95 % interval."""
+    """A mean over windows in nats per token, with the ends of its 95 % interval."""
 
     mean: Annotated[float, Field(allow_inf_nan=False)]
     low: Annotated[float, Field(allow_inf_nan=False)]
@@ -53,12 +53,12 @@ class Loss(Spec):
 
     @classmethod
     def of(cls, found: Estimate) -> Loss:
-        """Return a measured estimate as a loss."""
+        """Return a measured estimate in the form that facts keep."""
         return cls(mean=found.mean, low=found.low, high=found.high)
 
     @property
     def shown(self) -> str:
-        """Describe a difference in words."""
+        """Return the difference and its interval in words."""
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
@@ -99,7 +99,7 @@ def mixtures_to_measure(base: OpenedBase) -> Mixtures:
 def measured_on(
     base: OpenedBase, mixtures: Mixtures, text: str, held_out: str | None, *, window: int, windows: int
 ) -> tuple[Experts, dict[str, Any]]:
-    """Return the experts, measured on a text, and the fields that every `Cost` shares."""
+    """Return (experts, fields): the experts, measured on a text, and the fields that every `Cost` shares."""
     # This import loads torch and transformers.
     from surgeon.edits.measuring.expert_choice import Experts
 
@@ -124,7 +124,7 @@ def measured_on(
 
 
 def check_layers(named: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
-    """Raise BadInput unless the named layers are exactly those with experts."""
+    """Raise BadInput unless the layers in `named` are exactly the layers with experts."""
     if missing := sorted(mixtures.keys() ^ named.keys()):
         raise BadInput(
             f"layer {missing[0]}: name experts of every layer that has some, and of no other: the config has one"
@@ -133,7 +133,10 @@ def check_layers(named: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None
 
 
 def mixtures_of(anatomy: Anatomy) -> dict[int, tuple[int, list[Part]]]:
-    """Return the layers with experts: their number, and their parts. Raises BadInput where there are none."""
+    """Return (number of experts, their parts) for each layer with experts.
+
+    Raises BadInput where there are none, they are quantised, or layers that predict further tokens have experts too.
+    """
     found: dict[int, tuple[int, list[Part]]] = {}
     for layer, number in enumerate(anatomy.kind_of):
         kind = anatomy.kinds[number]
@@ -174,12 +177,15 @@ def counted(draft: Draft) -> dict[str, int]:
 
 
 def chosen_by(draft: Draft) -> dict[str, int]:
-    """Return the config's entries for how many experts a token takes."""
+    """Return the config's entries, by key, for how many experts a token goes to."""
     return {key: value for key, value in counted(draft).items() if _AT_ONCE.fullmatch(key)}
 
 
 def sizes_with(draft: Draft, before: int, after: int) -> dict[str, int]:
-    """Return the config's entries for the number of experts, with the new one. Raises BadInput where this cannot be."""
+    """Return the config's entries for the number of experts, set to `after`; `before` is the present number.
+
+    Raises BadInput where no entry has it, or a token takes more than `after` experts.
+    """
     found = [key for key, value in counted(draft).items() if "expert" in key and value == before]
     found = [key for key in found if not any(word in key for word in _OTHERS)]
     if not found:
@@ -204,14 +210,17 @@ _NEVER = -3.3895313892515355e38
 
 
 class Place(NamedTuple):
-    """One expert of the output: the base's expert that it is, or, if `new`, that it is made from."""
+    """One expert of the output: the base's expert `source`, or, if `new`, an expert made from it."""
 
     source: int
     new: bool
 
 
 def groups_in(layer: int, count: int, anatomy: Anatomy, more: int) -> list[tuple[range, int]]:
-    """Return, per group of a layer, its experts and how many of `more` it gets. Raises BadInput if that is uneven."""
+    """Return (experts, more) for each group of a layer: its experts, and how many of the `more` new ones it gets.
+
+    Raises BadInput where the new experts do not divide by the groups.
+    """
     groups = anatomy.kinds[anatomy.kind_of[layer]].expert_groups
     if more % groups:
         raise BadInput(f"layer {layer}: its experts form {groups} groups, which must stay equal; add as many to each")
@@ -220,7 +229,7 @@ def groups_in(layer: int, count: int, anatomy: Anatomy, more: int) -> list[tuple
 
 
 def in_turn(inside: range, more: int) -> list[int]:
-    """Return `more` experts, in order: each once, then each again until there are enough."""
+    """Return `more` experts of a group, ascending: each once, then each again until there are enough."""
     return sorted(inside[number % len(inside)] for number in range(more))
 
 
@@ -235,7 +244,11 @@ def shared_out(inside: range, more: int, scores: Sequence[float]) -> Iterator[in
 
 
 def add_to(home: LayerDraft, own: Sequence[Part], places: Sequence[Place], draft: Draft, *, silent: bool) -> None:
-    """Add the new experts to one layer, and renumber the experts behind them."""
+    """Add the new experts to one layer, and renumber the experts behind them.
+
+    `own` are the parts of experts and router, `places` the layer's experts in their new order. With `silent`, new down
+    projections are zero, and router biases keep tokens away. Raises BadInput where a router has no such bias.
+    """
     parts, made = {part.suffix: part for part in own}, dict[str, Recipe]()
     lowest = _lowest(own) if silent else {}
     copies: dict[int, list[int]] = {}
@@ -296,16 +309,21 @@ def _again(of: Copy) -> Recipe:
 
 
 def _with_more(of: Copy, places: Sequence[Place], fill: str) -> Recipe:
-    """Return a tensor of all experts with slices for the new ones: copies, or filled according to `fill`."""
+    """Return a tensor of all experts with slices for the new ones.
+
+    `fill` is "" for copies, "zero", "below" (below the minimum) or "lowest" (the lowest number of the dtype).
+    """
     axis = int(of.shape[0] == 1 and len(of.shape) == 2)
 
     def part(start: int, stop: int, *, again: bool) -> Recipe:
+        """Return old slices `start:stop`, or the whole tensor."""
         if not again and (start, stop) == (0, of.shape[axis]):
             # A whole tensor can be read a few rows at a time.
             return of
         return sliced_along(of, axis, start, stop, again=again)
 
     def new(sources: list[int]) -> Iterator[Recipe]:
+        """Yield the slices of new experts made from these sources."""
         shape = (1, len(sources)) if axis else (len(sources), *of.shape[1:])
         if fill == "below":
             yield Below(of, shape)

@@ -74,6 +74,7 @@ class PadTo(Operation):
 
     @model_validator(mode="after")
     def _asks(self) -> Self:
+        """Check that some padding is asked for. Raises ValueError."""
         if self.tensor_parallel is None and self.multiple_of is None and self.vocabulary is None:
             raise ValueError("give at least one of `tensor_parallel`, `multiple_of` and `vocabulary`")
         return self
@@ -84,7 +85,7 @@ class PadTo(Operation):
         return "pad something else, or leave it as it is"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Return the same padding for a twin, which has the base's heads, fewer neurons, and fewer embedding rows."""
+        """Return (operation, no facts) for a twin: the base's heads, fewer neurons, and fewer embedding rows."""
         sizes, rows = scale.blueprint.resized, scale.blueprint.new_rows
         heads, neurons = sizes.keys() & _COUNTS, sizes.keys() - {*_COUNTS, "head_dim", VOCABULARY_KEY}
         return self.model_copy(
@@ -111,7 +112,10 @@ class PadTo(Operation):
         return OperationRecord(self.op, "; ".join(done), claim, trains="new")
 
     def _heads(self, draft: Draft) -> Iterator[str]:
-        """Pad the attention of every layer where the devices do not divide the heads; yield what was done."""
+        """Pad the attention of every layer where the devices do not divide the heads; yield what was done, in words.
+
+        Raises BadInput where grafts or norms over all heads are in the way.
+        """
         sizes = draft.anatomy.sizes
         heads, kv_heads = self._head_counts(draft)
         if (heads, kv_heads) == (sizes.heads, sizes.kv_heads):
@@ -155,7 +159,10 @@ class PadTo(Operation):
         yield shown
 
     def _head_counts(self, draft: Draft) -> tuple[int, int]:
-        """Return the fewest query and key-value heads that the devices divide, with groups of equal size."""
+        """Return (query heads, key-value heads): the fewest that the devices divide, with groups of equal size.
+
+        Raises BadInput where these are more than `_MOST_TIMES` times as many.
+        """
         sizes, devices = draft.anatomy.sizes, self.tensor_parallel
         heads, kv_heads, each = sizes.heads, sizes.kv_heads, sizes.heads // sizes.kv_heads
         if devices is None or (heads % devices == 0 and _divide(kv_heads, devices)):
@@ -179,7 +186,7 @@ class PadTo(Operation):
         return best
 
     def _neurons(self, draft: Draft) -> Iterator[str]:
-        """Pad the FFN of every layer; yield what was done."""
+        """Pad the FFN of every layer; yield what was done, in words, and nothing where all widths divide."""
         wanted = math.lcm(self.multiple_of or 1, self.tensor_parallel or 1)
         if wanted == 1 or not any(width % wanted for width in inner_widths(draft)):
             return
@@ -193,7 +200,7 @@ class PadTo(Operation):
         yield shown_growth(draft, growths)
 
     def _rows(self, draft: Draft) -> int:
-        """Pad embeddings and head; return by how many rows."""
+        """Pad embeddings and head; return the number of new rows, which may be 0."""
         before = draft.anatomy.sizes.vocabulary
         more = 0 if self.vocabulary is None else -before % self.vocabulary
         if not more:
@@ -218,6 +225,7 @@ def _divide(kv_heads: int, devices: int) -> bool:
 
 
 def _plain(layer: LayerDraft, suffix: str) -> Copy:
+    """Return a layer's tensor, which no operation has changed."""
     recipe = layer.tensors[suffix]
     assert isinstance(recipe, Copy), suffix
     return recipe
@@ -237,9 +245,11 @@ def _padded(
         rows = source.shape[1]
 
     def zeros(count: int) -> Constant:
+        """Return `count` rows of zeros (columns of the output projection)."""
         return Constant(0.0, source.dtype, (source.shape[0], count) if columns else (count, *source.shape[1:]))
 
     def taken(start: int, stop: int) -> Copy:
+        """Return the source's rows `start:stop` (columns of the output projection)."""
         return sliced_along(source, int(columns), start, stop)
 
     if role in ("key", "value"):

@@ -37,7 +37,7 @@ class VocabularyFacts(Facts):
 
     @classmethod
     def of(cls, grown: Grown) -> VocabularyFacts:
-        """Return the facts of a tokenizer that has grown."""
+        """Return the facts of a grown tokenizer."""
         return cls(
             kind=grown.kind,
             how=grown.how,
@@ -70,7 +70,7 @@ class VocabularyFacts(Facts):
             raise BadInput(f"{printable(file)}: `made_of` names a token beyond the base's; was it edited by hand?")
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """Check that every id up to the last new one is used, and that no old token has a new id."""
+        """Return the check that every id up to the last new one is used, and that no old token has a new id."""
         there = [name for name in self.side_files if name == TOKENIZER_FILE and name in out.side_files]
         wrong = [] if TOKENIZER_FILE not in self.side_files or there else [TOKENIZER_FILE]
         for name in there:
@@ -89,7 +89,7 @@ class VocabularyFacts(Facts):
 
 
 def bound_of_rows(rows: int, added: int) -> str:
-    """Describe the bound on what new tokens take from old ones."""
+    """Return words on how much `added` new rows of the output can raise the loss on an old token, in nats."""
     return (
         "new rows of the output are the mean of the old ones, so the loss on any old token rises by at most"
         f" log(1 + {added}/{rows}) = {math.log1p(added / rows):.4g} nats"

@@ -38,9 +38,9 @@ _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 @kept
 def text_model(base: Derivation) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the causal model of an image-text model's text tower: its config.json, and the new names of its tensors.
+    """Return (config, names): the config.json of the text tower's causal model, and the new names of its tensors.
 
-    The names are keyed by the present ones; tensors of other towers have none. Raises BadInput where there is no
+    `names` maps present names to new ones, without the tensors of other towers. Raises BadInput where there is no
     separate text tower, or no causal class of transformers holds it.
     """
     seen = base.seen
@@ -102,10 +102,10 @@ def _tower(skeleton: Skeleton, prefix: str) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=8)
 def _causal_type(told: str, heads: int) -> tuple[str, dict[str, bool]]:
-    """Return the model type of the causal class that holds the text tower of a config.json (JSON text `told`).
+    """Return (model type, settings) of the causal class that holds the text tower of a config.json (JSON text `told`).
 
-    The second result are settings that the class needs for it, for example where the tower's class always does what is
-    optional here. Raises BadInput where no class holds it.
+    The settings are what the class needs for it, for example where the tower's class always does what is optional here.
+    Raises BadInput where no class holds it.
     """
     small = shrunk(json.loads(told), heads_left=heads)
     base = twin_of_small(small, seed=_SEED)
@@ -152,6 +152,7 @@ def _types_like(tower: str) -> Iterator[str]:
     words = tower.replace("_text", "").replace("_model", "")
 
     def likeness(model_type: str) -> tuple[bool, float]:
+        """Return the sort key of a model type: the tower's own type first, then the most similar names."""
         return model_type != tower, -difflib.SequenceMatcher(None, words, model_type).ratio()
 
     yield from sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=likeness)
@@ -189,6 +190,7 @@ def _config_for(model_type: str, config: Mapping[str, Any], skeleton: Skeleton) 
 
 
 def _for_text(rotary: Any) -> Any:
+    """Return rotary settings without the settings for positions in an image, at any depth."""
     if not isinstance(rotary, Mapping):
         return rotary
     return {key: _for_text(value) for key, value in rotary.items() if not key.startswith(_OF_IMAGES)}

@@ -64,7 +64,7 @@ class TrimFacts(Facts):
             raise BadInput(f"{printable(file)}: `kept` names ids that the base has not; was it edited by hand?")
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """Check that side files equal the base's without the removed tokens."""
+        """Return the check that side files equal the base's without the removed tokens; none where `base` is None."""
         if base is None:
             return []
         made = trimmed_files({name: base.read_side_file(name) for name in base.side_files}, self.tokens)
@@ -124,6 +124,7 @@ class TrimVocabulary(Operation):
 
     @model_validator(mode="after")
     def _check_wanted(self) -> TrimVocabulary:
+        """Check that something is to stay, and that `least` and `most` have a text. Raises ValueError."""
         if self.text is None and not self.tokens and self.scripts is None:
             raise ValueError("name what stays: `text`, `tokens` or `scripts`, or several of them")
         if self.text is None and (self.least != 1 or self.most is not None):
@@ -131,7 +132,11 @@ class TrimVocabulary(Operation):
         return self
 
     def prepare(self, base: OpenedBase) -> TrimFacts | None:
-        """Choose the tokens that stay, and make the files without the others."""
+        """Choose the tokens that stay, and make the files without the others.
+
+        Return None where an earlier operation changed the tokenizer: `edit` then refuses. Raises BadInput where the
+        vocabulary cannot be trimmed.
+        """
         if TOKENIZER_FILE in base.side_files:
             # `edit` explains why a second change is refused.
             return None
@@ -160,7 +165,10 @@ class TrimVocabulary(Operation):
         )
 
     def edit(self, draft: Draft, facts: TrimFacts | None) -> OperationRecord:
-        """Remove rows from embeddings and output head."""
+        """Remove rows from embeddings and output head, and renumber the ids in the config.
+
+        Raises BadInput where an earlier operation changed the vocabulary, or the facts do not fit the model.
+        """
         if has_other_rows(draft):
             raise BadInput("an earlier operation of this plan changes the vocabulary; apply two plans")
         if facts is None:
@@ -184,7 +192,7 @@ class TrimVocabulary(Operation):
 
 
 def _place_of(draft: Draft, name: str) -> tuple[dict[str, Outer], str]:
-    """Return the dict of the draft that holds a tensor outside the stack's layers, and its key there."""
+    """Return (dict, key) of a tensor outside the stack's layers: the draft's dict that holds it, and its key there."""
     for held, infos in zip(draft.beyond, draft.anatomy.beyond, strict=True):
         if (suffix := next((s for s, info in infos.items() if info.name == name), None)) is not None:
             return held, suffix
@@ -205,6 +213,7 @@ def _check(base: OpenedBase) -> None:
 
 
 def _matched(facts: TrimFacts) -> str:
+    """Return words for the manifest: how many rows stay and go, and the effect on texts."""
     gone = facts.rows - len(facts.tokens)
     found = f"{len(facts.tokens):,} of {facts.rows:,} rows stay, {gone / facts.rows:.1%} go ({facts.kind}: {facts.how})"
     shares = [f"{t.unchanged:,} of {t.documents:,} documents of {printable(t.text)}" for t in facts.texts]

@@ -179,6 +179,7 @@ class UpcycleExperts(Operation):
 
     @model_validator(mode="after")
     def _check(self) -> UpcycleExperts:
+        """Check that the fields fit each other. Raises ValueError."""
         # Checked here and not by Field, because for a union pydantic reports the errors of every alternative.
         if not 2 <= self._count <= 1024:
             raise ValueError(f"`experts` is a list of {self._count}: give 2 to 1024")
@@ -211,6 +212,7 @@ class UpcycleExperts(Operation):
 
     @property
     def _count(self) -> int:
+        """Return the number of experts before they are cut."""
         return self.experts if isinstance(self.experts, int) else len(self.experts)
 
     @property
@@ -220,7 +222,10 @@ class UpcycleExperts(Operation):
         return tuple(dict.fromkeys(name for name in named if name != BASE))
 
     def prepare(self, base: OpenedBase) -> None:
-        """Open the other models that serve as experts; check for a tokenizer where routers are made from prompts."""
+        """Open the other models that serve as experts; check for a tokenizer where routers are made from prompts.
+
+        Raises BadInput where a model is no fine-tune of the base, or the tokenizer is missing.
+        """
         for name in self._models:
             check_fine_tune(name, base.model(name), base.folder)
         if isinstance(self.router, Prompts):
@@ -231,11 +236,18 @@ class UpcycleExperts(Operation):
                 )
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Return the operation with random routers: a twin has no tokenizer, and no promise depends on routers."""
+        """Return (operation, no facts) with random routers for a twin, which has no tokenizer.
+
+        No promise depends on routers.
+        """
         return self.model_copy(update={"router": "random"}), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Turn every layer's MLP into experts, and the config into the config of the class with experts."""
+        """Turn every layer's MLP into experts, and the config into the config of the class with experts.
+
+        Where no class holds the base, the form is `shared` and the plan names no class, experts are added as grafts
+        instead. Raises BadInput for a base or plan that cannot be upcycled, and NoTarget where no class fits otherwise.
+        """
         number = draft.number
         _check(draft)
         mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained)
@@ -326,18 +338,19 @@ class UpcycleExperts(Operation):
         return balance
 
     def _amended(self, target: Target, mixture: Mixture) -> str:
-        """Describe settings that the plan did not ask for and that training needs."""
+        """Return words on settings that the plan did not ask for and that training needs; empty where it needs none."""
         if mixture.chosen == 1 and not target.balanced:
             return "; weights are not renormalised (norm_topk_prob: false), else the router would get no gradient"
         return self._amended_by(mixture.balance)
 
     def _amended_by(self, balance: float) -> str:
-        """Describe a balancing loss that the plan did not ask for."""
+        """Return words on a balancing loss that the plan did not ask for; empty where it asked, or there is none."""
         if self.balance is None and balance:
             return f"; a balancing loss of {balance:g} is on, by which routers learn from the first step"
         return ""
 
     def _claim(self, target: Target, dense: Dense) -> Claim:
+        """Return the claim: exact or rounding for a shared expert, rounding for equal copies, else none."""
         if self.form == "shared":
             zero = "routed experts add exactly zero beside the base's MLP, whatever the router says"
             if target.exact(dense):
@@ -448,7 +461,7 @@ class UpcycleExperts(Operation):
 
 
 def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Copy:
-    """Return rows of the layer's tensors, one piece below another."""
+    """Return rows of the layer's tensors, one piece below another; `still`: they do not train (`rows`)."""
     pieces: list[tuple[Copy, int, int]] = []
     for take in takes:
         source = layer.tensors[take.suffix]

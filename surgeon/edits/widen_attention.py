@@ -63,7 +63,10 @@ class WidenAttention(Operation):
         return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Widen the attention of every layer."""
+        """Widen the attention of every layer.
+
+        Raises BadInput where heads cannot be added, and where a norm over all heads needs copies of all heads.
+        """
         check_alone(draft, "num_attention_heads")
         check_free(draft, beside=("adapters",))
         sizes = draft.anatomy.sizes
@@ -91,6 +94,7 @@ class WidenAttention(Operation):
         )
 
     def _born(self, draft: Draft, normed: bool, new: New) -> tuple[Recipe, ...]:
+        """Return the new part of a query, key or value matrix: random, or copies by `init` or under a norm."""
         if self.init == "copy" or (normed and new.role != "value"):
             return new.repeated
         return (drawn(draft, new, self.init, new.of.shape[-1]),)

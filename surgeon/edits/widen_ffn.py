@@ -54,6 +54,7 @@ class WidenFFN(Operation):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        """Check that one width is given. Raises ValueError."""
         if (self.to is None) == (self.by is None):
             raise ValueError("give either `to` (the new width) or `by` (how many neurons more)")
         return self
@@ -64,12 +65,15 @@ class WidenFFN(Operation):
         return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Return the operation for a twin: a few neurons more, by a multiple of what kernels take at once."""
+        """Return (operation, no facts) for a twin: a few neurons more, by a multiple of what kernels process."""
         by = self.by if self.by is not None and self.by < NEURONS else NEURONS
         return self.model_copy(update={"to": None, "by": by}), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Widen the FFN of every layer."""
+        """Widen the FFN of every layer.
+
+        Raises BadInput where FFNs cannot become wider, or not by the plan's number.
+        """
         check_alone(draft, "intermediate_size")
         check_free(draft, beside=("adapters",))
         widths = inner_widths(draft)
@@ -97,6 +101,7 @@ class WidenFFN(Operation):
         )
 
     def _born(self, draft: Draft, new: New) -> tuple[Recipe, ...]:
+        """Return the new rows of a matrix that reads: copies, or random."""
         if self.init == "copy":
             return new.repeated
         return (drawn(draft, new, self.init, draft.anatomy.sizes.hidden),)

@@ -64,6 +64,7 @@ class WidenHidden(Operation):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        """Check that one width is given. Raises ValueError."""
         if (self.to is None) == (self.times is None):
             raise ValueError("give either `to` (the new hidden_size) or `times` (how many times as wide)")
         return self
@@ -126,7 +127,7 @@ def _check(draft: Draft) -> None:
 
 
 def _other_fields(draft: Draft, fields: dict[str, int]) -> str:
-    """Describe the fields that change in addition to the stream's width."""
+    """Return words on the config fields that change in addition to the stream's width; empty where there are none."""
     part = part_of(draft.config, draft.anatomy.derivation.path)
     hidden = draft.anatomy.sizes.hidden
     others = {key: value for key, value in fields.items() if key in part and part[key] not in (hidden, value)}
@@ -144,7 +145,10 @@ def _plain(recipe: Recipe, name: str) -> Copy:
 
 
 def _wider(of: Copy, axes: Axes, times: int) -> Joined:
-    """Return a tensor for the wider stream, along one axis or two; the parts of an axis grow separately."""
+    """Return a tensor for the wider stream, along one axis or two; the parts of an axis grow separately.
+
+    Raises BadInput where it grows along more axes.
+    """
     if len(axes) == 1:
         return _along(of, axes[0], times, lambda part: part)
     # The axis of copies comes first: they also copy the zeros along the axis that reads the stream.
@@ -177,4 +181,5 @@ def _along(of: Copy, axis: Axis, times: int, beside: Callable[[Copy], Recipe]) -
 
 
 def _filled(like: Recipe, axis: int, more: int, value: float) -> Constant:
+    """Return `more` slices along `axis` with this value, for a tensor like `like`."""
     return Constant(value, like.dtype, (*like.shape[:axis], more, *like.shape[axis + 1 :]))

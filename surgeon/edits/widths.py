@@ -32,7 +32,11 @@ COMPOSABLE = Paper(
 
 
 def check_alone(draft: Draft, size: str) -> None:
-    """Raise BadInput where an earlier operation of the plan changed anything but widths, or changed this `size` too."""
+    """Raise BadInput where a plan or model does not allow a change of the width `size`.
+
+    That is where an earlier operation changed anything but widths, or `size` too, where a wider stream is combined with
+    other widths, and where layers that predict further tokens exist.
+    """
     if draft.records and not draft.widths:
         raise BadInput("widths change in a plan of their own: apply the operations before it first, then this one")
     if draft.widths and "hidden_size" in (size, *draft.widths):
@@ -74,7 +78,7 @@ def parts_with(draft: Draft, layer: int, roles: Sequence[Role]) -> dict[str, Par
 
 
 def which_layers(wider: Collection[int], draft: Draft) -> str:
-    """Describe which layers become wider: all, or those that have the widened modules."""
+    """Return words on which layers become wider: all, or those that have the widened modules."""
     if len(wider) == len(draft.layers):
         return f"all {len(wider)} layers"
     return f"{show_layers(sorted(wider))}, which have them"
@@ -141,6 +145,7 @@ def widen(
 
 
 def _stored_as(dtype: str, piece: Recipe) -> Recipe:
+    """Return a new piece in another dtype; a piece of stored numbers as it is."""
     return replace(piece, dtype=dtype) if isinstance(piece, Constant | Random) else piece
 
 

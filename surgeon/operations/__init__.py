@@ -46,6 +46,10 @@ def _built_in() -> dict[str, type[Operation]]:
 
 
 def _admitted(plugin: Plugin) -> type[Operation]:
+    """Return a plugin's operation.
+
+    Raises BadInput where it is no subclass of Operation, or its `op` is not the plugin's name.
+    """
     value = plugin.value
     if not (isinstance(value, type) and issubclass(value, Operation)):
         raise wrong_kind(plugin, GROUP, "a subclass of surgeon.operations.operation.Operation")
@@ -63,6 +67,7 @@ class AnyOperation:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of a union of all operations, selected by `op`."""
         every: Any = Union[tuple(OPERATIONS.values())]  # noqa: UP007
         return handler.generate_schema(Annotated[every, Field(discriminator="op")])
 
@@ -78,7 +83,7 @@ def papers_of(done: Iterable[tuple[str, Iterable[str]]]) -> list[Paper]:
 
 
 def origin_of(op: str, init: str) -> Origin:
-    """Return how pictures show a layer that operation `op` made; `made` where the operation is unknown."""
+    """Return how pictures show a layer that operation `op` made with `init`; `made` where the operation is unknown."""
     return OPERATIONS[op].origin_of(init) if op in OPERATIONS else "made"
 
 

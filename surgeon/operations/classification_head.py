@@ -26,7 +26,10 @@ class ClassificationHead(Operation):
     on_encoders = True
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Add the tensors that the checkpoint lacks, and set class and labels in the config."""
+        """Add the tensors that the checkpoint lacks, and set class and labels in the config.
+
+        Raises BadInput for a decoder, and where the checkpoint has a head tensor of another shape.
+        """
         if not draft.anatomy.family.encoder:
             raise BadInput(f"the base is a decoder ({draft.anatomy.family.model_type}); heads are made for encoders")
         outer = draft.anatomy.outer

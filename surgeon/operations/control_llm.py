@@ -59,6 +59,7 @@ class Interpolator(Spec):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        """Check that the values of α fit this kind of interpolator. Raises ValueError."""
         if self.alpha == 0:
             raise ValueError(
                 "`alpha` 0 leaves the expanded branch out, which would never train; the paper's Lerp8MSE0 trains that"
@@ -73,6 +74,7 @@ class Interpolator(Spec):
 
 
 def _no_attention(kind: object) -> object:
+    """Return the kind of divergence. Raises ValueError for `attention`, with the reason why it does not exist."""
     if kind == "attention":
         raise ValueError(NO_ATTENTION)
     return kind
@@ -123,6 +125,10 @@ class ControlLLM(Operation):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        """Check that interpolator and divergence have a meaning with this `expansion`, and fit each other.
+
+        Raises ValueError.
+        """
         if self.expansion == "stack":
             given = sorted({"interpolator", "divergence"} & self.model_fields_set)
             if given:
@@ -164,7 +170,10 @@ class ControlLLM(Operation):
         return OperationRecord(self.op, "; ".join(matched), claim, trains="new")
 
     def _split(self, layers: list[int]) -> tuple[list[int], list[int]]:
-        """Return the layers that get a copy on top, and the layers that get a parallel one."""
+        """Return (stacked, parallel): the layers that get a copy on top, and the layers that get a parallel copy.
+
+        Raises BadInput where `hybrid` has only one layer.
+        """
         match self.expansion:
             case "concat":
                 return [], layers
@@ -178,6 +187,10 @@ class ControlLLM(Operation):
                 return layers[::2], layers[1::2]
 
     def _branch(self, draft: Draft, number: int, layer: int) -> list[Graft]:
+        """Return the control block of a layer, and copies of its other grafts for the twin.
+
+        Raises BadInput where the layer has a control block already, or a graft that cannot be copied.
+        """
         home = draft.layers[layer]
         if home.graft("control") is not None:
             raise BadInput(f"layer {layer} has a control block already; leave it out of `layers`")
@@ -194,12 +207,16 @@ class ControlLLM(Operation):
         return grafts
 
     def _gate(self, draft: Draft, number: int, layer: int) -> dict[str, Recipe]:
-        """Return the interpolator's tensors with the runtime's initial values; none for a fixed lerp."""
+        """Return recipes of the interpolator's tensors, with the runtime's initial values.
+
+        A fixed lerp has none.
+        """
         spec = InterpolatorSpec(**self.interpolator.model_dump())
         births = self.interpolator.rule.births(spec, draft.anatomy.sizes.hidden)
         return recipes_of(births, INTERPOLATOR, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))
 
     def _claim(self, beside: list[int], stacked: list[int], *, quantised: bool) -> Claim:
+        """Return the exact claim, with a reason for the branches and one for the copies on top."""
         reasons = []
         if beside:
             where = ", where the base is run dequantised to bfloat16" if quantised else ""

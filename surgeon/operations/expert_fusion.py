@@ -110,7 +110,10 @@ def _add_maps(
     settings: tuple[tuple[str, object], ...],
     cost_first: bool,
 ) -> None:
-    """Add the maps between the neurons of each pair, for the `needed` roles."""
+    """Add to the draft a map between the neurons of each pair of experts, for each role in `needed`.
+
+    `pairs` are the tensors of lower and upper expert, `blocks` each pair's blocks; their `t_out` names the map.
+    """
     for (lower, upper), moved in zip(pairs, blocks, strict=True):
         for block in moved:
             name = block.t_out.coupling
@@ -145,9 +148,9 @@ def _neuron_blocks(part: Part, expert: str, t_in: MapRef) -> tuple[Block, ...]:
 
 
 def _banks(parts: Iterable[Part]) -> list[list[Part]]:
-    """Group tensors of the same modules in the order of experts; a tensor of all experts is a group of its own.
+    """Group the tensors of the same module of all experts, by the experts' numbers.
 
-    Groups of weights come first.
+    A tensor that holds all experts is a group of its own. Groups of weights come first.
     """
     found: dict[object, list[Part]] = {}
     for part in parts:
@@ -159,6 +162,7 @@ def _banks(parts: Iterable[Part]) -> list[list[Part]]:
 
 
 def _number(part: Part) -> int:
+    """Return an expert's number; 0 for a tensor of all experts."""
     assert part.expert is not None
     return part.expert.number or 0
 

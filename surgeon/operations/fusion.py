@@ -55,7 +55,7 @@ def of_spaces(spaces: Iterable[Space]) -> set[str]:
 
 
 def columns_of(spaces: Iterable[Space], suffix: str, label: str) -> MapRef:
-    """Return the map of a tensor's columns."""
+    """Return the map that aligns a tensor's columns; the identity where they belong to no space."""
     found = (_map(space, slot, label) for space, slot in _slots(spaces, suffix, _COLUMNS))
     return next(found, IDENTITY)
 
@@ -85,7 +85,7 @@ def add_spaces(
     settings: Mapping[str, object],
     cost_first: bool,
 ) -> None:
-    """Add the map of each space to the draft, named `{label}.{space}`.
+    """Add to the draft a coupling for each space, named `{label}.{space}`: it matches units of `lower` and `upper`.
 
     With `cost_first` units are compared before the columns that belong to other spaces are moved.
     """
@@ -112,15 +112,18 @@ def add_spaces(
 
 
 def _units(space: Space, slots: Sequence[Slot], tensors: Mapping[str, Recipe], t_in: Mapping[str, MapRef]) -> Units:
+    """Return the recipe of a space's units: a row for each unit, with everything that its slots hold for it."""
     parts = tuple((tensors[s.suffix], t_in.get(s.suffix, IDENTITY), s.axis, s.start, s.each) for s in slots)
     return Units(parts, space.units)
 
 
 def _map(space: Space, slot: Slot, label: str) -> MapRef:
+    """Return the map of a space, for a slot with `each` rows or columns per unit."""
     return MapRef(f"{label}.{space.name}", spread=slot.each)
 
 
 def _slots(spaces: Iterable[Space], suffix: str, axis: int) -> list[tuple[Space, Slot]]:
+    """Return the (space, slot) pairs at one axis of a tensor."""
     return [(space, slot) for space in spaces for slot in space.slots if (slot.suffix, slot.axis) == (suffix, axis)]
 
 
@@ -207,6 +210,7 @@ class Ways:
     averaged: tuple[str, ...]
 
     def __str__(self) -> str:
+        """Describe the ways for a preview; empty where nothing is special."""
         matched = f"experts matched by {self.router}, then fused one by one" if self.router else ""
         averaged = f"averaged as they stand: {', '.join(self.averaged)}" if self.averaged else ""
         return "; ".join(filter(None, (matched, averaged)))
@@ -249,6 +253,7 @@ def _unaligned(kind: LayerKind, skip: frozenset[str], spaces: Sequence[Space]) -
 
 
 def _module(suffix: str) -> str:
+    """Return the module's name in a tensor's suffix, with the expert's number replaced by `*`."""
     return of_experts(suffix).removesuffix(".weight").removesuffix(".bias")
 
 
@@ -260,6 +265,11 @@ def _fused_tensors(
     skip: frozenset[str],
     experts: Mapping[str, Recipe],
 ) -> dict[str, Recipe]:
+    """Return the recipes of the fused layer, by suffix.
+
+    Tensors in `skip` come from the upper layer, `experts` as given, old buffers from the lower layer; all others are
+    fused.
+    """
     known = {part.suffix: part for part in parts}
     tensors: dict[str, Recipe] = {}
     for suffix, recipe in lower.items():
@@ -286,7 +296,10 @@ def _check_whole_heads(draft: Draft, below: int) -> None:
 
 
 def _check_support(draft: Draft, below: int, kind: LayerKind) -> None:
-    """Raise BadInput where two layers cannot be compared by activations: not of the base, or with experts."""
+    """Raise BadInput where two layers cannot be compared by activations.
+
+    These are layers with experts, and layers that are not unchanged layers of the base.
+    """
     for index in (below, below + 1):
         if draft.layers[index].base is None or draft.layers[index].rewritten:
             raise BadInput(
@@ -336,6 +349,7 @@ class _Flow:
 def _whole_heads(
     draft: Draft, parts: tuple[Part, ...], lower: Mapping[str, Recipe], upper: Mapping[str, Recipe], label: str
 ) -> WholeHeads:
+    """Return the query, key and value couplings that are solved together, with the sizes of the heads."""
     sizes = draft.anatomy.sizes
     output, _, _ = _rows_of(parts, "output")
     return WholeHeads(
@@ -369,7 +383,10 @@ def _needed_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str], *,
 
 
 def _source(role: Role) -> Role | None:
-    """Return the role whose map a part follows: for a norm, the module before it (None at the layer's entrance)."""
+    """Return the role whose map a role's rows follow: its own, or for a norm, that of the module before it.
+
+    None for norms at the layer's entrance, where nothing was aligned yet, and for single numbers.
+    """
     sources: dict[Role, Role | None] = {
         "pre_attention_norm": None,
         "pre_mlp_norm": "output",
@@ -396,6 +413,7 @@ def _fits(parts: tuple[Part, ...], part: Part, role: Role) -> bool:
 
 
 def _t_out(part: Part, role: Role, label: str, parts: tuple[Part, ...]) -> MapRef:
+    """Return the map that aligns the output side of a role's rows; the identity where none fits."""
     source = _source(role)
     if source is None or not _fits(parts, part, role):
         return IDENTITY
@@ -404,6 +422,7 @@ def _t_out(part: Part, role: Role, label: str, parts: tuple[Part, ...]) -> MapRe
 
 
 def _blocks(part: Part, flow: _Flow, parts: tuple[Part, ...]) -> tuple[Block, ...]:
+    """Return the blocks that align a tensor; none for a tensor that is averaged."""
     if not part.blocks:
         return blocks_of(flow.spaces, part, flow.label) if part.suffix in of_spaces(flow.spaces) else ()
     blocks: list[Block] = []
@@ -416,14 +435,17 @@ def _blocks(part: Part, flow: _Flow, parts: tuple[Part, ...]) -> tuple[Block, ..
 
 
 def _rows_of(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int]:
-    """Return the weight that holds a module, and the begin and end of its rows there."""
+    """Return (part, begin, end): the weight that holds the module `role`, and its rows there. One must exist."""
     found = _weight_rows(parts, role)
     assert found is not None, f"no weight holds the module {role}"
     return found
 
 
 def _weight_rows(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int] | None:
-    """Return the same as `_rows_of`; None where no weight is known to hold the module."""
+    """Return (part, begin, end): the weight that holds the module `role`, and its rows there.
+
+    None where none is known.
+    """
     for part in parts:
         if part.kind != "weight":
             continue

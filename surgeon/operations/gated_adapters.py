@@ -106,6 +106,7 @@ class GatedAdapters(Operation):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        """Check that one size is given, and that the local losses fit the gate and differ. Raises ValueError."""
         if (self.extra_weights is None) == (self.size is None):
             raise ValueError("give either `extra_weights` (a share, such as 0.2) or `size`, not both or neither")
         kinds = list(self.losses)
@@ -139,7 +140,10 @@ class GatedAdapters(Operation):
         return "use another graft, or operations that add layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
-        """Return the operation for a twin with small adapters: a share of a twin's parameters may be zero neurons."""
+        """Return (operation, no facts) with small adapters for a twin.
+
+        The plan's share of a twin's parameters might be zero neurons.
+        """
         return self.model_copy(update={"extra_weights": None, "size": min(self.size or NEURONS, NEURONS)}), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
@@ -166,12 +170,15 @@ class GatedAdapters(Operation):
         )
 
     def _with(self, draft: Draft, layers: Sequence[int]) -> str:
-        """Describe the default activation, where neither the plan nor the config names one."""
+        """Return words for `matched` about a default activation; empty where the plan or the config names one."""
         chosen = {} if self.activation else {default_activation(draft, layer): None for layer in layers}
         return f"; activation {', '.join(chosen)} (config.json names none)" if any(chosen) else ""
 
     def _size(self, draft: Draft, count: int, parameters: int) -> int:
-        """Return the hidden size with which `count` adapters have the plan's share of the model's parameters."""
+        """Return the hidden size with which `count` adapters have the plan's share of the model's parameters.
+
+        It is rounded to a multiple of `_STEP`, and never below.
+        """
         assert self.extra_weights is not None
         width = draft.anatomy.sizes.hidden
         gates = width if self.gate != "none" else 0
@@ -179,12 +186,16 @@ class GatedAdapters(Operation):
         return max(_STEP, round(size / _STEP) * _STEP)
 
     def _tensors(self, draft: Draft, number: int, layer: int, size: int) -> dict[str, Recipe]:
+        """Return the recipes of one layer's adapter, by suffix."""
         width = draft.anatomy.sizes.hidden
         births = adapter_births(AdapterSpec(layer, size, self.gate, self.init), width, len(draft.layers))
         return recipes_of(births, ADAPTER, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))
 
     def _set_losses(self, draft: Draft) -> None:
-        """Set the local losses of the model. Raises BadInput where an earlier operation set other ones."""
+        """Set the local losses of the model.
+
+        Raises BadInput where earlier adapters have other losses, or gates that do not fit.
+        """
         losses = dict.fromkeys(LOCAL_LOSSES, 0.0) | self.losses
         earlier = draft.settings.get("local_loss")
         if earlier is not None and earlier != losses:

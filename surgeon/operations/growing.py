@@ -79,9 +79,10 @@ _FFN: tuple[Role, ...] = ("gate", "up", "down")
 
 
 def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict[str, int], Growths]:
-    """Return the config fields of wider FFNs, and what grows with them; wider `by` so many, or up to a multiple.
+    """Return (fields, growths): the config fields of wider FFNs, and what grows with them by kind of layer.
 
-    Raises BadInput where no known field determines an FFN's width.
+    The width grows by `by` neurons, or up to a multiple of `multiple_of`. Raises BadInput where no known field
+    determines an FFN's width, where something besides FFNs would grow, or experts would get an unfit width.
     """
     fields = draft.anatomy.derivation.inner_fields(by=by, multiple_of=multiple_of)
     grown = list(draft.anatomy.derivation.growths(fields)) if fields else []
@@ -126,7 +127,7 @@ def inner_widths(draft: Draft) -> list[int]:
 
 
 def shown_growth(draft: Draft, growths: Growths) -> str:
-    """Describe which widths become which."""
+    """Return words for the manifest: which widths of FFNs become which."""
     grown = {
         (before := inner_width(part)): before * after // size
         for kind, here in zip(draft.anatomy.kinds, growths, strict=True)
@@ -139,17 +140,19 @@ def shown_growth(draft: Draft, growths: Growths) -> str:
 
 
 def _writes(part: Part) -> bool:
+    """Return whether a part is, or includes, a down projection."""
     return any(role == "down" for role, _ in part.blocks)
 
 
 def _of_ffn(part: Part) -> bool:
+    """Return whether a part belongs to an FFN or to an expert."""
     return any(role in _FFN for role, _ in part.blocks)
 
 
 def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
-    """Return the axis along which a tensor of an FFN or of experts holds neurons, and the modules on it.
+    """Return (axis, modules): the axis along which a tensor of an FFN or of experts holds neurons, and what is on it.
 
-    Each module is given with its number of neurons. Where rows of gate and up alternate they count as one module.
+    Each module is (role, number of neurons). Where rows of gate and up alternate they count as one module.
     """
     expert, role = part.expert, part.blocks[0][0]
     turned = expert is not None and expert.transposed
@@ -167,7 +170,7 @@ _HEAD_DIM = "head_dim"
 
 
 def wider_heads(draft: Draft, groups: int) -> tuple[dict[str, int], Growths]:
-    """Return the config fields with which all attention has more groups of heads, and what grows with them.
+    """Return (fields, growths) with which all attention has `groups` more groups of heads; see `wider_ffns`.
 
     Each tensor must grow in the same proportion as the heads. Raises BadInput where one does not, because old heads
     would change, or where there are no heads.
@@ -198,7 +201,7 @@ _MOST_GROUPS, _MOST_TRIALS = 4096, 3
 
 
 def _head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str, int], Growths] | None:
-    """Return these fields, with a head size if the class needs it, and the growths; None where growth is uneven."""
+    """Return (fields, growths), with a head size among the fields if the class needs it; None if growth is uneven."""
     before, after = anatomy.sizes.kv_heads, fields["num_key_value_heads"]
     for more in ({}, {_HEAD_DIM: anatomy.sizes.head_dim}):
         with contextlib.suppress(BadInput):

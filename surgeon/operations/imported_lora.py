@@ -118,7 +118,7 @@ def imported_modules(draft: Draft, name: str, adapter: Adapter) -> dict[int, tup
 
 
 def slot_entry(modules: Sequence[ImportedModule], *, slot: int, group: int, dropout: float) -> dict[str, Any]:
-    """Return the slot's entry in `config.surgery`: rank and scale of the first module, and differing ones."""
+    """Return the slot's entry in `config.surgery`: rank and scale of the first module, and the ones that differ."""
     first = modules[0]
     entry: dict[str, Any] = {
         "slot": slot,
@@ -157,6 +157,7 @@ def rounding(adapter: Adapter, dtypes: Sequence[str]) -> str:
 
 
 def _split(name: str, tensor: str) -> tuple[str, str]:
+    """Return (module, matrix) from a tensor's name: the path of the adapted module, and "A" or "B". Raises BadInput."""
     found = _TENSOR.fullmatch(unwrapped(tensor))
     if found is None:
         raise BadInput(
@@ -167,6 +168,10 @@ def _split(name: str, tensor: str) -> tuple[str, str]:
 
 
 def _place(name: str, module: str, draft: Draft, homes: Mapping[int, int]) -> tuple[int, str]:
+    """Return (layer, target): the base's layer that a module lies in, and the module's path within the layer.
+
+    Raises BadInput where the draft has no such linear module in a layer.
+    """
     layers, place = len(homes), layer_of(module)
     if place is None:
         raise BadInput(
@@ -189,6 +194,7 @@ def _place(name: str, module: str, draft: Draft, homes: Mapping[int, int]) -> tu
 
 
 def _pair(name: str, found: Mapping[str, str]) -> tuple[str, str]:
+    """Return (A, B): the names of a module's tensors. Raises BadInput where one is missing."""
     for there, absent in (("A", "B"), ("B", "A")):
         if absent not in found:
             raise BadInput(

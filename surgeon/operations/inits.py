@@ -63,7 +63,7 @@ class Gap:
     zeroed: frozenset[str]
 
     def check_alike(self) -> None:
-        """Raise BadInput where the layers below and above hold different tensors, which cannot be compared."""
+        """Raise BadInput where the layers below and above are of different kinds: their tensors cannot be compared."""
         kinds = [self.draft.kind_of(layer).opened for layer in range(len(self.draft.layers))]
         lower, upper = kinds[self.below : self.below + 2]
         if lower.is_like(upper):
@@ -86,7 +86,8 @@ class Gap:
 class NewLayer:
     """The recipes of a new layer, by suffix, and the layers of the draft that it is made from, lowest first.
 
-    Its other settings (attention type) come from the first of `sources`; without sources, from the layer below.
+    The new layer's other settings (attention type) come from the first of `sources`; without sources, from the layer
+    below.
     """
 
     tensors: dict[str, Recipe]
@@ -181,6 +182,10 @@ class TransportInit(Init):
 
     @model_validator(mode="after")
     def _support_fits(self) -> Self:
+        """Check that the fields about activations are given only with `support: activations`, and then fit it.
+
+        Raises ValueError.
+        """
         if self.support == "weights":
             given = sorted({"text", "samples", "window"} & self.model_fields_set)
             if given:
@@ -208,7 +213,10 @@ class TransportInit(Init):
         return type(self).model_validate(self.model_dump(exclude=left, exclude_unset=True))
 
     def fused(self, gap: Gap) -> dict[str, Recipe]:
-        """Return the recipes of the layers below and above, every module aligned along its map and averaged."""
+        """Return the recipes of the fused layer: the layer below, aligned along its maps, averaged with the one above.
+
+        Raises BadInput where the layers cannot be aligned (`fuse_layers`).
+        """
         gap.check_alike()
         return fuse_layers(
             gap.draft,
@@ -224,7 +232,7 @@ class TransportInit(Init):
         )
 
     def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
-        """Describe how experts are matched, and what is averaged."""
+        """Describe how experts are matched, and what is only averaged; empty for an ordinary layer."""
         return str(ways(anatomy, layer, anatomy.kinds[anatomy.kind_of[layer]].opened, zeroed))
 
     @property
@@ -356,7 +364,7 @@ class Lesa(Init):
     ] = "refuse"
 
     def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
-        """Describe what is known of the fit before it is made."""
+        """Describe when the fit is known, and what happens to a poor one."""
         poor = "is refused" if self.poor_fit == "refuse" else "is kept, with a warning"
         return (
             "how much variance the fitted networks explain is known after apply, which shows it; a network that"
@@ -366,7 +374,8 @@ class Lesa(Init):
     def make(self, gap: Gap) -> NewLayer:
         """Return the predicted layer.
 
-        Raises BadInput for mixtures of experts, and where fewer than three layers are alike.
+        Raises BadInput for mixtures of experts, next to a layer that an earlier operation made, and where fewer than
+        three layers have the same tensors.
         """
         gap.check_alike()
         draft, kind = gap.draft, gap.draft.kind_of(gap.below).opened

@@ -38,8 +38,8 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 class LeastFacts(Facts):
     """The layers of the base that matter least on a text, above which the new ones are inserted.
 
-    `before` is the base's loss in nats a token over `tokens` predictions; `scores` are the values by which layers were
-    chosen, by layer number, from the bottom up.
+    `gaps` are these layers. `before` is the base's loss in nats per token over `tokens` predictions; `scores` are the
+    values by which layers were chosen, by layer number, from the bottom up.
     """
 
     gaps: list[Annotated[int, Field(ge=0)]]
@@ -83,6 +83,10 @@ class InsertLayers(Operation):
 
     @model_validator(mode="after")
     def _whole_periods(self) -> Self:
+        """Check that `every_period` and `least` are not combined with fields that have no meaning there.
+
+        Raises ValueError.
+        """
         if isinstance(self.where, EveryPeriod):
             if self.per_gap != 1:
                 raise ValueError("`per_gap` has no meaning with `every_period`: each gap gets a whole period")
@@ -115,7 +119,7 @@ class InsertLayers(Operation):
         return "choose other places, or `zero_init: false` to go without the promise"
 
     def prepare(self, base: OpenedBase) -> LeastFacts | None:
-        """Find the layers that matter least on a text, where `where` asks for them.
+        """Find the layers that matter least on a text, where `where` asks for them; otherwise return None.
 
         Raises BadInput where the weights are not at hand, another operation comes first, or the text is too short.
         """
@@ -171,7 +175,7 @@ class InsertLayers(Operation):
         return isinstance(self.where, Least)
 
     def small(self, facts: LeastFacts | None, scale: Scale) -> tuple[Operation, LeastFacts | None]:
-        """Return the operation with an init for a twin, which has no tokenizer to read a text."""
+        """Return (operation, facts) with an init for a twin, which has no tokenizer to read a text."""
         return self.model_copy(update={"init": self.init.small()}), facts
 
     def edit(self, draft: Draft, facts: LeastFacts | None) -> OperationRecord:
@@ -195,7 +199,11 @@ class InsertLayers(Operation):
         )
 
     def _gaps(self, draft: Draft, facts: LeastFacts | None) -> tuple[int, list[int]]:
-        """Return how many layers each gap gets, and the gaps."""
+        """Return (each, gaps): how many layers each gap gets, and the gaps, ascending.
+
+        Raises BadInput where `least` has no facts, `count` is no multiple of `each`, or the selector matches too few
+        gaps.
+        """
         each, called = self.per_gap, "`per_gap`"
         if isinstance(self.where, Least):
             if facts is None or len(facts.gaps) != self.where.least:
@@ -213,12 +221,13 @@ class InsertLayers(Operation):
         return each, spread(gaps, self.count // each)
 
     def _periods(self, each: int) -> str:
+        """Return words for `matched` about whole periods; empty without `every_period`."""
         if not isinstance(self.where, EveryPeriod):
             return ""
         return f" in whole periods of {each} {'layer' if each == 1 else 'layers'}"
 
     def _chosen(self, facts: LeastFacts | None) -> str:
-        """Describe how the gaps were chosen, where a text chose them."""
+        """Return words for `matched` on how a text chose the gaps; empty where none did."""
         if not isinstance(self.where, Least) or facts is None:
             return ""
         scores = [facts.scores[str(gap)] for gap in facts.gaps if str(gap) in facts.scores]
@@ -246,6 +255,7 @@ class InsertLayers(Operation):
             )
 
     def _layer(self, draft: Draft, number: int, gap: int, nth: int, each: int) -> LayerDraft:
+        """Return new layer `nth` of the `each` layers in a gap."""
         label = f"operations[{number}].after[{gap}].{nth}"
         per_gap = self.per_gap
         if isinstance(self.where, EveryPeriod):
@@ -270,10 +280,11 @@ class InsertLayers(Operation):
         )
 
     def _zeroed(self, kind: LayerKind) -> frozenset[str]:
-        """Return the suffixes whose tensors a constant replaces."""
+        """Return the suffixes whose tensors a constant replaces; none without `zero_init`."""
         return frozenset(kind.silence) if self.zero_init else frozenset()
 
     def _claim(self, kinds: Sequence[LayerKind]) -> Claim:
+        """Return the claim: exact with `zero_init`, and which tensors of these kinds are silenced; otherwise none."""
         if not self.zero_init:
             return Claim("none", f"the new layers ({self.init.kind}) write to the residual stream from the start")
         values = {of_experts(suffix): value for kind in kinds for suffix, value in kind.silence.items()}

@@ -135,6 +135,7 @@ class MixtureOfControl(Operation):
     @field_validator("sites")
     @classmethod
     def _once(cls, sites: list[Site]) -> list[Site]:
+        """Return the sites. Raises ValueError where one is named twice."""
         if len(set(sites)) != len(sites):
             raise ValueError("`sites` names a site twice")
         return sites
@@ -196,6 +197,7 @@ class MixtureOfControl(Operation):
         return self.routing.inference or own
 
     def _entry(self, draft: Draft) -> dict[str, Any]:
+        """Return the mixture's settings as `config.surgery` stores them."""
         return {
             "rank": self.rank,
             "top_k": self.top_k,

@@ -85,7 +85,7 @@ class Legend:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A marker for a string field; `options` is called when a value is checked, as plugins may add to it."""
+    """A marker for a string field; `options` is called each time that a value is checked, as plugins may add to it."""
 
     options: Callable[[], Iterable[str]]
 
@@ -98,9 +98,11 @@ class OneOf:
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the field's own schema, followed by `check`."""
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the field's JSON schema, with the options of this moment as its values."""
         return {"enum": [*self.options()]} | handler(schema)
 
 
@@ -162,10 +164,10 @@ class Operation(Spec):
         """
 
     def small(self, facts: Any, scale: Scale) -> tuple[Operation, Facts | None]:
-        """Return the operation and its facts for a small twin of the base.
+        """Return (operation, facts) for a small twin of the base.
 
         The plan is tried on the twin before it is carried out. Sizes, tokens or texts that only the base has are
-        replaced by those of the twin.
+        replaced by the twin's own.
         """
         return self, None if facts is None else facts.small(scale)
 
@@ -182,7 +184,8 @@ class Operation(Spec):
             names: folders of adapters, in the plan's order.
             anatomy: the base's.
 
-        None: the operation merges no adapters. Raises BadInput where `names` are not the adapters that it merged.
+        Returns None where the operation merges no adapters. Raises BadInput where `names` are not the adapters that it
+        merged.
         """
         return None
 
@@ -198,7 +201,7 @@ class Operation(Spec):
 
     @property
     def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise, and why that may happen."""
+        """Return advice for messages: what to do where a twin of the output breaks the promise."""
         return "use another operation, or another base"
 
     @property

@@ -49,7 +49,7 @@ _LATENTS = re.compile(r"kv_a_proj(_with_mqa)?")
 
 
 class RouterLoss(Spec):
-    """Cross-entropy of the router against the task a token belongs to (Eq. 7), by `domain_ids`."""
+    """Cross-entropy of the router against the task of each token (Eq. 7), by `domain_ids`."""
 
     kind: Literal["task_id"]
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="its share of the loss")] = 1.0
@@ -161,7 +161,10 @@ class PMoEExperts(Operation):
         return "use another graft, or operations that add layers"
 
     def prepare(self, base: OpenedBase) -> AdapterFacts | None:
-        """Open the adapter that becomes the slot."""
+        """Open the adapter that becomes the slot, and return its facts; None without `from_peft`.
+
+        Raises BadInput where it cannot be opened, or has settings that do not fit a slot.
+        """
         if self.from_peft is None:
             return None
         adapter = base.adapter(self.from_peft)
@@ -192,7 +195,7 @@ class PMoEExperts(Operation):
         return OperationRecord(self.op, f"{matched}, {share:+.3%}", claim, trains="new")
 
     def _attach(self, draft: Draft, place: _Place, present: _Present | None) -> tuple[str, Claim]:
-        """Attach new slots, and the shared LoRA the first time; return what was matched and the claim."""
+        """Attach new slots, and the shared LoRA the first time; return (matched, claim)."""
         targets = self._targets(draft, place, present)
         for index, here in targets.items():
             check_adapted(draft, index, here)
@@ -209,7 +212,11 @@ class PMoEExperts(Operation):
     def _import(
         self, draft: Draft, name: str, facts: AdapterFacts | None, place: _Place, present: _Present | None
     ) -> tuple[str, Claim]:
-        """Attach an adapter as one slot; at a first import, its part below the router is the shared LoRA."""
+        """Attach an adapter as one slot; return (matched, claim).
+
+        At a first import, the adapter's part below the router becomes the shared LoRA. Raises BadInput where the
+        adapter does not fit the plan or the model.
+        """
         if given := sorted(self.model_fields_set & {"rank", "alpha", "targets", "dropout"}):
             raise BadInput(f"`{given[0]}` is the adapter's own; leave it out beside `from_peft`")
         if self.slots != 1:
@@ -239,12 +246,20 @@ class PMoEExperts(Operation):
         return _matched_import(name, modules, place), Claim("none", reason)
 
     def _settle(self, draft: Draft, number: int, present: _Present | None) -> None:
+        """Unfreeze what `trains_also` names, and set the router's loss.
+
+        Where the plan gives no loss, an earlier loss stays.
+        """
         self._train_on(draft, number)
         if self.router_loss is not None or present is None:
             weight = self.router_loss.weight if isinstance(self.router_loss, RouterLoss) else 0.0
             draft.settings["router_loss"] = {"task_id": weight}
 
     def _router_layer(self, draft: Draft, present: _Present | None) -> int:
+        """Return the number of layers below the router.
+
+        Raises BadInput where the plan's `threshold` does not fit the model.
+        """
         count = len(draft.layers)
         if present is not None:
             if self.threshold is not None and self._layers_below(count) != present.layer:
@@ -268,7 +283,11 @@ class PMoEExperts(Operation):
         return self.threshold if isinstance(self.threshold, int) else int(self.threshold * count)
 
     def _targets(self, draft: Draft, place: _Place, present: _Present | None) -> dict[int, tuple[str, ...]]:
-        """Return, by layer that gets slots, the paths of the adapted modules in it."""
+        """Return, by layer that gets slots, the paths of the adapted modules in it.
+
+        A layer without such modules is left out; on a model that has experts, so are layers below the router. Raises
+        BadInput where no layer above the router has a module.
+        """
         layers = range(place.layer if present is not None else 0, len(draft.layers))
         linear = {index: draft.linear(index) for index in layers}
         if self.targets is not None:
@@ -289,6 +308,7 @@ class PMoEExperts(Operation):
         return found
 
     def _check_targets(self, paths: Sequence[str]) -> None:
+        """Raise BadInput where `targets` names an unknown module, or one twice."""
         assert self.targets is not None
         names = dict.fromkeys(_last(path) for path in paths)
         unknown = [name for name in self.targets if name not in names and name not in paths]
@@ -301,6 +321,7 @@ class PMoEExperts(Operation):
             raise BadInput("`targets` names a module twice")
 
     def _slot(self, slot: int, group: int, targets: tuple[str, ...]) -> dict[str, Any]:
+        """Return a slot's entry in `config.surgery`."""
         scale = 1.0 if self.alpha is None else self.alpha / self.rank
         return {
             "slot": slot,
@@ -312,6 +333,7 @@ class PMoEExperts(Operation):
         }
 
     def _graft(self, draft: Draft, number: int, layer: int, slots: list[dict[str, Any]], *, routed: bool) -> Graft:
+        """Return the graft of these slots at one layer, with the recipes of their tensors."""
         shapes = draft.linear(layer)
         dtype = draft.dtype_of(layer)
         tensors: dict[str, Recipe] = {}
@@ -321,6 +343,7 @@ class PMoEExperts(Operation):
         return Graft("experts", {"routed": routed, "slots": slots}, tensors, number)
 
     def _attach_router(self, draft: Draft, place: _Place) -> None:
+        """Add columns for the new slots to the router of layer `place.layer`."""
         width, dtype = draft.anatomy.sizes.hidden, draft.dtype_of(place.layer)
         columns = [RouterSlotSpec(slot, place.group) for slot in range(place.first, place.first + self.slots)]
         earlier = [RouterSlotSpec(column["slot"], column.get("group", 0)) for column in _columns(draft)]
@@ -333,7 +356,10 @@ class PMoEExperts(Operation):
         draft.layers[place.layer].grafts.append(Graft("expert_router", {"slots": entries}, tensors, place.number))
 
     def _train_on(self, draft: Draft, number: int) -> None:
-        """Unfreeze the base's router columns, or shared LoRA: they become new tensors with their old values."""
+        """Unfreeze what `trains_also` names of the base's router columns and shared LoRA.
+
+        They become new tensors with their old values. Parts that this plan made are left as they are.
+        """
         for home in draft.layers:
             for graft in home.grafts:
                 router = graft.kind == "expert_router" and "router" in self.trains_also
@@ -344,6 +370,7 @@ class PMoEExperts(Operation):
                         slot["frozen"] = False
 
     def _matched(self, place: _Place, targets: Mapping[int, tuple[str, ...]]) -> str:
+        """Return words for the manifest: slots, layers, rank and modules."""
         layer, first = place.layer, place.first
         slots = f"slot {first}" if self.slots == 1 else f"slots {first}-{first + self.slots - 1}"
         deep, low = ([index for index in targets if (index >= layer) is above] for above in (True, False))
@@ -352,6 +379,7 @@ class PMoEExperts(Operation):
         return f"{shared}{slots} in layers {show(deep)}, rank {self.rank} at {names}, router above {layer} layers"
 
     def _claim(self, present: _Present | None) -> Claim:
+        """Return the claim: exact, except for new columns in an existing router's softmax."""
         if present is None:
             return Claim("exact", "every LoRA's B is zero")
         if self.new_slot_mass == "exact":
@@ -360,7 +388,7 @@ class PMoEExperts(Operation):
 
 
 def _offered(linear: Iterable[Iterable[str]]) -> str:
-    """Describe what a plan can do where no module is chosen."""
+    """Return advice for a message: which modules `targets` can name, or why there are none."""
     names = dict.fromkeys(_last(path) for paths in linear for path in paths)
     if names:
         return f"name some by `targets`: {', '.join(names)}"
@@ -371,7 +399,7 @@ def _offered(linear: Iterable[Iterable[str]]) -> str:
 
 
 def _last(path: str) -> str:
-    """Return a module's own name."""
+    """Return the last name in a module's path."""
     return path.rpartition(".")[2]
 
 
@@ -393,7 +421,7 @@ def _query_and_value(draft: Draft, layer: int, linear: Mapping[str, object]) -> 
 
 
 def _columns(draft: Draft) -> list[dict[str, Any]]:
-    """Return the columns that the router has so far."""
+    """Return the entries of the router's columns so far, also of earlier operations of this plan."""
     routers = [graft for layer in draft.layers for graft in layer.grafts if graft.kind == "expert_router"]
     return [column for router in routers for column in router.entry["slots"]]
 
@@ -440,6 +468,7 @@ def _check_depth(
 
 
 def _matched_import(name: str, modules: Mapping[int, Sequence[ImportedModule]], place: _Place) -> str:
+    """Return words for the manifest about an imported slot: layers, adapter, rank and modules."""
     layer = place.layer
     deep, shallow = ([index for index in sorted(modules) if (index >= layer) is above] for above in (True, False))
     shared = f"a shared LoRA in layers {show(shallow)}, " if shallow else ""

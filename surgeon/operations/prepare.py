@@ -80,7 +80,7 @@ class TextCounts(Bounded):
 
     @property
     def fertility(self) -> tuple[float, float]:
-        """Return tokens a word, before and after."""
+        """Return (before, after): tokens per word."""
         return self.before / max(1, self.words), self.after / max(1, self.words)
 
 
@@ -106,17 +106,17 @@ class Facts(Bounded):
         return self.model_copy(update={"side_files": {}})
 
     def check(self, file: str) -> None:
-        """Raise BadInput where facts that were read from `file` contradict themselves."""
+        """Raise BadInput where facts that were read from `file` contradict themselves; here, nothing is checked."""
 
     def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """Return what `verify` checks of an output in addition to tensors and digests.
+        """Return what `verify` checks of an output in addition to tensors and digests; by default nothing.
 
         `base` is what the operation was carried out on; None where `out` is compared with an earlier state.
         """
         return []
 
     def figures(self) -> dict[str, Any]:
-        """Return what `preview --json` shows of the facts besides texts: JSON data by key."""
+        """Return what `preview --json` shows of the facts besides texts: JSON data by key; empty by default."""
         return {}
 
 
@@ -168,7 +168,10 @@ class OpenedBase:
         return tuple(map(self.text, listed))
 
     def lines(self, name: str) -> dict[int, str]:
-        """Return the words of a text with one word a line, by line number. Raises BadInput."""
+        """Return the words of a text with one word a line, by line number from 1; empty lines are left out.
+
+        Raises BadInput where the file is missing, too large, not UTF-8 or empty.
+        """
         path = self.text(name)
         shown = printable(str(path))
         if path.stat().st_size > MAX_SIDE_FILE_BYTES:
@@ -191,7 +194,10 @@ class OpenedBase:
             )
 
     def adapter(self, name: str) -> AdapterFolder:
-        """Return the plan's PEFT adapter `name`: a folder, or a Hub id. Raises BadInput."""
+        """Return the plan's PEFT adapter `name`: a folder, or a Hub id. Raises BadInput where it cannot be opened.
+
+        An opened adapter is kept in `adapters`, so each is opened once.
+        """
         if name not in self.adapters:
             path = self._path(name)
             if path.exists():
@@ -204,7 +210,8 @@ class OpenedBase:
     def model(self, name: str) -> CheckpointFolder:
         """Return the plan's other model `name`: a folder, or a Hub id with or without `@revision`.
 
-        Raises BadInput where it cannot be opened.
+        An opened model is kept in `models`. From the Hub, only headers are read where `weights` is false. Raises
+        BadInput where it cannot be opened.
         """
         if name not in self.models:
             path = self._path(name)
@@ -239,7 +246,8 @@ _SAME = (
 def check_fine_tune(name: str, model: CheckpointFolder, base: CheckpointFolder) -> None:
     """Raise BadInput where the plan's model `name` has another architecture or vocabulary than the base.
 
-    Whether its tensors have the base's names and shapes is checked later, for those that are taken.
+    Vocabularies are compared only where both folders have a tokenizer.json. Names and shapes of tensors are checked
+    later, only for the tensors that are used.
     """
     shown = printable(name)
     for key in _SAME:

@@ -105,7 +105,7 @@ def select_layers(selector: LayerSelector, layers: int) -> list[int]:
 
 
 def select_periods(selector: EveryPeriod, pattern: Sequence[tuple[int, str]]) -> tuple[int, list[int]]:
-    """Return the length of a period, and the gaps above the periods that the selector matches, ascending.
+    """Return (period, gaps): the number of layers in a period, and the gaps above the matched periods, ascending.
 
     `pattern` is each layer's kind, by number and title. Raises BadInput where kinds do not repeat, or nothing matches.
     """
@@ -132,6 +132,7 @@ def spread(gaps: list[int], count: int) -> list[int]:
 
 
 def _named_gaps(name: Position, n: int) -> list[int]:
+    """Return the gaps at a named position in a stack of `n` layers."""
     # OpT-DeUS §7.1 with i counted from 1; gap g here is i = g + 1, and i < n leaves out the gap above the top.
     match name:
         case "all":
@@ -147,6 +148,7 @@ def _named_gaps(name: Position, n: int) -> list[int]:
 
 
 def _named_layers(name: Position, n: int) -> list[int]:
+    """Return the layers at a named position in a stack of `n` layers: halves, or quarters rounded down."""
     quarter, half = n // 4, n // 2
     match name:
         case "all":
@@ -162,12 +164,14 @@ def _named_layers(name: Position, n: int) -> list[int]:
 
 
 def _interval(first: int, last: int, layers: int) -> list[int]:
+    """Return layers `first` to `last`, both included. Raises BadInput where they run backwards or do not exist."""
     if first > last:
         raise BadInput(f"`range: [{first}, {last}]` runs backwards; write [first, last]")
     return _checked(list(range(first, min(last, layers) + 1)), layers)
 
 
 def _checked(listed: list[int], layers: int) -> list[int]:
+    """Return the listed layers, ascending. Raises BadInput for a layer that does not exist or is listed twice."""
     for index in listed:
         if index >= layers:
             raise BadInput(f"there is no layer {index}: the model has layers 0 to {layers - 1} at this point")
@@ -178,6 +182,7 @@ def _checked(listed: list[int], layers: int) -> list[int]:
 
 
 def _not_empty(found: list[int], selector: object, layers: int) -> list[int]:
+    """Return what a selector matched. Raises BadInput where it matched nothing."""
     if not found:
         shown = selector.model_dump() if isinstance(selector, BaseModel) else selector
         raise BadInput(f"`{shown}` matches nothing in a model of {layers} layers")

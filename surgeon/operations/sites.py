@@ -44,7 +44,7 @@ def select_sites(draft: Draft, selector: LayerSelector, *roles: str) -> list[int
 
 
 def _instead(draft: Draft) -> str:
-    """Describe the alternatives for a model without the block in any layer."""
+    """Return advice for a message: which operations fit a model without the block in any layer."""
     mixers = any(ATTENTION in draft.blocks(layer) for layer in range(len(draft.layers)))
     return "use insert_layers" + (" or mixture_of_control, which stands beside token mixers too" if mixers else "")
 

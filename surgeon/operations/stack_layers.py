@@ -90,6 +90,10 @@ class StackLayers(Operation):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
+        """Check that exactly one way to stack is given, and that slices are neither empty nor too many layers.
+
+        Raises ValueError.
+        """
         given = {key for key in ("bottom", "top", "times", "range", "slices") if getattr(self, key) is not None}
         if given not in ({"bottom", "top"}, {"times"}, {"times", "range"}, {"slices"}):
             raise ValueError(
@@ -102,7 +106,11 @@ class StackLayers(Operation):
         return self
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Insert copies of layers, and remove layers that no longer occur."""
+        """Insert copies of layers, and remove layers that no longer occur.
+
+        Raises BadInput for another `dtype` than the base's, for layers that do not exist, and where nothing would
+        change.
+        """
         total = len(draft.layers)
         stored = FLOAT_DTYPES[draft.dtype_of(0)].torch
         if self.dtype not in (None, stored):
@@ -130,7 +138,10 @@ class StackLayers(Operation):
         )
 
     def _slices(self, total: int) -> list[list[int]]:
-        """Return the slices of layers, bottom up. Raises BadInput where two copies do not overlap."""
+        """Return the slices of layers, bottom up, as [first, end] without the end; a slice may be empty.
+
+        Raises BadInput where `bottom` and `top` do not overlap.
+        """
         if self.slices is not None:
             return self.slices
         if self.bottom is None or self.top is None:
@@ -147,7 +158,11 @@ class StackLayers(Operation):
 
 
 def _stack(draft: Draft, order: Sequence[int]) -> None:
-    """Make the stack of these layers (numbers of the current stack): themselves while they ascend, otherwise copies."""
+    """Make the stack of the layers `order` (numbers of the current stack).
+
+    A layer is itself where it is above all before it, otherwise a copy. Raises BadInput where a layer with grafts would
+    be copied or removed.
+    """
     highest, before = -1, draft.layers
     copies: dict[int, list[LayerDraft]] = {}
     for layer in order:
@@ -170,6 +185,7 @@ def _stack(draft: Draft, order: Sequence[int]) -> None:
 
 
 def _layers(share: float | int, total: int, key: str) -> int:
+    """Return a share of `total` layers as a number, at least 1. Raises BadInput where a number exceeds `total`."""
     if isinstance(share, float):
         return max(1, round(share * total))
     if share > total:

@@ -58,7 +58,10 @@ def json_schema() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """A plan, its text as it is carried out, its source, and the line in the source of every place in it."""
+    """A plan with its text as it is carried out, its source (a file name), and source line numbers for messages.
+
+    `lines` maps a place in the plan (keys and list numbers from the top) to its line in the source.
+    """
 
     plan: Plan
     text: str
@@ -94,7 +97,8 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
     """Check a plan given as text; `source` is its file's name in messages, and relative paths start at its folder.
 
     `overrides` replace values before the check: a dotted path, with operations by their number or kind, and a value in
-    YAML (`operations.0.init.reg=0.1`). The text of the result then includes them. Raises BadInput.
+    YAML (`operations.0.init.reg=0.1`). The text of the result then includes them. A mergekit config that only stacks
+    layers is converted to a plan. Raises BadInput.
     """
     document = parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
     if not {"surgeon", "operations"} & document.data.keys() and any(key in document.data for key in MERGEKIT_KEYS):
@@ -120,7 +124,10 @@ def head_plan(labels: list[str], *, seed: int) -> LoadedPlan:
 
 
 def recorded_plan(text: str, *, source: str) -> LoadedPlan:
-    """Read a plan from a manifest: like `parse_plan`, and also training's own plans, which no file can contain."""
+    """Read a plan from a manifest: like `parse_plan`, and also training's own plans, which no file can contain.
+
+    Raises BadInput where the text is not such a plan.
+    """
     if text == NO_OPERATIONS:
         return LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[]), text, source)
     if text.startswith(_HEAD):
@@ -136,7 +143,8 @@ def recorded_plan(text: str, *, source: str) -> LoadedPlan:
 def prepare(loaded: LoadedPlan, base: OpenedBase) -> dict[int, Facts]:
     """Let the operations of a plan gather what they need from a base; return their facts, by operation number.
 
-    Raises BadInput, with file, line and operation, and WeightsNeeded for a base of which only headers are at hand.
+    Operations that need no facts are left out, and decoder-only operations on an encoder, which `draw` refuses. Raises
+    BadInput, with file, line and operation, and WeightsNeeded for a base of which only headers are at hand.
     """
     found: dict[int, Facts] = {}
     for number, operation in enumerate(loaded.plan.operations):
@@ -214,6 +222,7 @@ def _check_classes(config: Mapping[str, Any]) -> None:
 
 
 def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
+    """Raise BadInput where the operation cannot work on a base of this kind: unreadable tensors, or an encoder."""
     if operation.attaches and (odd := anatomy.unread) is not None:
         raise BadInput(
             f"{printable(odd.name)} ({odd.file}): {odd.dtype} in a layer that surgeon only moves as bytes, so nothing"
@@ -229,22 +238,31 @@ def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
 
 
 class _Source(Spec):
+    """One source of a part of a mergekit config: a model, and a range of its layers."""
+
     model: str
     layer_range: Slice
 
 
 class _Part(Spec):
+    """One part of a mergekit config's stack of layers; several sources here mean a merge."""
+
     sources: Annotated[list[_Source], Field(min_length=1)]
 
 
 class _Passthrough(Spec):
+    """A mergekit config whose method stacks layers and merges nothing."""
+
     slices: Annotated[list[_Part], Field(min_length=1)]
     merge_method: str
     dtype: str | None = None
 
 
 def of_mergekit(document: Document) -> dict[str, Any]:
-    """Return the plan equivalent to a mergekit config, and note its places. Raises BadInput if it merges models."""
+    """Return the plan equivalent to a mergekit config. Raises BadInput where the config merges models.
+
+    The line of `slices` is recorded in the document as the line of the plan's only operation.
+    """
     merges = document.data.get("merge_method") != "passthrough"
     config = None if merges else check_yaml(_Passthrough, replace(document, what="mergekit config"), _HABITS)
     stacked = [] if config is None else [each for part in config.slices for each in part.sources]

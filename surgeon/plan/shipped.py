@@ -47,6 +47,7 @@ def sweeps() -> list[str]:
 
 
 def _files(within: Path) -> list[str]:
+    """Return the paths of the YAML files within a folder, relative and without their ending, sorted by number."""
     found = within.rglob("*.yaml")
     return sorted((str(path.relative_to(within).with_suffix("")) for path in found), key=by_number)
 
@@ -62,7 +63,7 @@ def shipped_tasks() -> dict[str, Path]:
 
 
 def _papers(kind: str = "") -> dict[str, Path]:
-    """Return the files of papers' experiments by name, papers/PAPER/TABLE; only those of `kind`, where one is given."""
+    """Return the files of papers' experiments by name, papers/PAPER/TABLE; with `kind`, only the files of that kind."""
     from surgeon.checkpoint.kinds import kind_of
 
     files = {f"{_PAPERS}/{name}": folder() / _PAPERS / f"{name}.yaml" for name in _files(folder() / _PAPERS)}
@@ -83,6 +84,7 @@ def points() -> Mapping[str, FoundPlan]:
 
 
 def _points_of(name: str) -> dict[str, FoundPlan]:
+    """Return the points of a shipped sweep by their full names."""
     loaded = _load_sweep(folder() / _SWEEPS / f"{name}.yaml")
     return {_qualified(name, point): found for point, found in swept(loaded).items()}
 
@@ -112,13 +114,14 @@ def swept(loaded: LoadedSweep) -> dict[str, FoundPlan]:
 
 
 def _load_sweep(path: Path) -> LoadedSweep:
+    """Read a sweep's file; the module is imported here, at first use."""
     from surgeon.plan.sweep import load_sweep
 
     return load_sweep(path)
 
 
 def shipped_plans() -> list[str]:
-    """Return every name that stands for a shipped plan: names of plans, and names of the points of sweeps."""
+    """Return every name of a shipped plan: names of plans, and names of the points of sweeps."""
     return [*names(), *points()]
 
 
@@ -162,8 +165,8 @@ def _about(text: str) -> str:
 def find_plan(plan: str | Path, *, beside: Path | None = None) -> FoundPlan:
     """Find what a plan argument names: a path, a shipped plan, or a point of a shipped sweep.
 
-    A file in the folder `beside`, where the file lies that names the plan, comes first. Raises BadInput where it is
-    none of them.
+    A file in the folder `beside`, the folder of the file that names the plan, comes first. Raises BadInput where the
+    argument names nothing, a folder, or a sweep.
     """
     path = Path(meant(str(plan)))
     if beside is not None and (own := beside / path).is_file():
@@ -194,9 +197,10 @@ def load_named(plan: str | Path, overrides: Sequence[str] = ()) -> LoadedPlan:
 
 
 def text_of(name: str) -> str:
-    """Return the text of a plan, study or tasks file, of a point with its values, or of a sweep with its commands.
+    """Return the text of the shipped file or plan `name`: a study or tasks file, a plan, a sweep's point, or a sweep.
 
-    Raises BadInput for any other name.
+    A point's text has its values put in; a sweep's text ends with the command of each point. Raises BadInput for any
+    other name.
     """
     if (whole := _whole_files().get(name)) is not None:
         return whole.read_text(encoding="utf-8")
@@ -212,9 +216,9 @@ def text_of(name: str) -> str:
 
 
 def texts(name: str) -> dict[str, str]:
-    """Return the text of a plan, point, study or tasks file by its name; for a sweep, the texts of all its points.
+    """Return, by name, the text of a plan, point, study or tasks file; for a sweep, the texts of all its points.
 
-    Raises BadInput.
+    Raises BadInput for any other name.
     """
     from surgeon.plan.plan import load_plan
 

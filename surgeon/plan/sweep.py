@@ -45,6 +45,7 @@ class Sweep(Entry):
 
     @model_validator(mode="after")
     def _has_points(self) -> Sweep:
+        """Check that exactly one of `values` and `points` is given. Raises ValueError."""
         if (self.values is None) == (self.points is None):
             raise ValueError("give one of `values`, which are all combined, and `points`, each with a name")
         return self
@@ -111,5 +112,6 @@ def _word(value: Any) -> str:
 
 
 def _name(stem: str, settings: Mapping[str, Any]) -> str:
+    """Return the name of a point without one: the file's stem and its values, joined by hyphens."""
     words = [f"{value:g}" if isinstance(value, float) else str(value) for value in settings.values()]
     return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join([stem, *words]))

@@ -39,8 +39,8 @@ from surgeon.writing.write import assist, check_output, execute
 class Applied:
     """A finished surgery: the output's path, its manifest, its preview, and the seconds of each stage.
 
-    `left_behind` are files of the base that were not carried along; `moved` tells how the bytes of tensors were
-    written.
+    `left_behind` are files of the base that were not carried along; `moved` counts the bytes of tensors by how they
+    were written; `read_back` is whether the output was read again and compared.
     """
 
     path: Path
@@ -52,6 +52,7 @@ class Applied:
     moved: Moved = field(default_factory=Moved)
 
     def __repr__(self) -> str:
+        """Return path, layers, new tensors and promise in a line."""
         manifest = self.manifest
         shown = f"{_written(manifest)}, promise {manifest.promise!r}"
         return f"Applied({str(self.path)!r}, {shown})"
@@ -60,13 +61,14 @@ class Applied:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `base_digest`: the output; the digest of the base
+            `path`: the output's folder
+            `base_digest`: the digest of the base
             `left_behind`: the base's files that were not copied
             `fits`: each network that predicted matrices (LESA), with `explained`, `cosine`, `norm`, `triples`; else
                 empty
-            `merged`: each tensor that an adapter was merged into, with `change` (‖ΔW‖ / ‖W‖), the shares of ΔW that are
-                left by rounding to `nearest` and as it was rounded (`kept`), and how many rows were `guided`; else
-                empty
+            `merged`: each tensor that an adapter was merged into; else empty. With `change` (‖ΔW‖ / ‖W‖), the shares of
+                ΔW that are left by rounding to nearest (`nearest`) and as the tensor was rounded (`kept`), and how many
+                rows were rounded along the adapter's directions (`guided`)
             `moved`: bytes of tensors `written`, `reflinked`, `linked`
             `seconds`: by stage
         """
@@ -144,12 +146,13 @@ def apply(
 
 
 def _device(device: str, ranks: Ranks) -> str:
-    """Return the device of this process; with several processes, `auto` gives each its own."""
+    """Return the device of this process; with several processes, `auto` on CUDA gives each process its own GPU."""
     resolved = devices.resolve(device)
     return ranks.local_device or resolved if device == "auto" and resolved == "cuda" else resolved
 
 
 def _written(manifest: Manifest) -> str:
+    """Return words for the counts of layers and new tensors."""
     return f"{counted(len(manifest.layers), 'layer')}, {counted(len(manifest.new_tensors), 'new tensor')}"
 
 

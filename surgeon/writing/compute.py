@@ -60,6 +60,7 @@ class Evaluator:
         adapters: Mapping[str, AdapterFolder] | None = None,
         models: Mapping[str, CheckpointFolder] | None = None,
     ) -> None:
+        """Begin with nothing computed, and count how often each map, network and adapter tensor is needed."""
         self.blueprint = blueprint
         self.base = base
         self.adapters = adapters or {}
@@ -91,7 +92,10 @@ class Evaluator:
         self._ahead.close()
 
     def take_reports(self) -> dict[str, dict[str, Any]]:
-        """Return reports since the last call, by name: of transport maps, networks' fits, and merged changes."""
+        """Return the reports since the last call, by name, and forget them.
+
+        Reports are about transport maps, networks' fits, and merged changes.
+        """
         taken = self.maps.reports | self._fits | self._changes
         self.maps.reports, self._fits, self._changes = {}, {}, {}
         return taken
@@ -148,7 +152,10 @@ class Evaluator:
         return made.to(self.device, dtype, copy=True)
 
     def kept(self, recipe: Recipe) -> Tensor:
-        """Return a recipe's result, computed once for the current output; the caller must not change it."""
+        """Return a recipe's result, computed once for the current output; the caller must not change it.
+
+        A tensor of an adapter or another model is kept longer, while outputs still need it.
+        """
         if recipe not in self._kept:
             self._kept[recipe] = self.compute(recipe)
         return self._kept[recipe]
@@ -164,7 +171,10 @@ class Evaluator:
         return tensor
 
     def read_rows(self, recipe: Recipe, begin: int, end: int) -> tuple[memoryview, Tensor]:
-        """Read some rows of a tensor of the base, as bytes and as numbers. Raises BadInput where one is not finite."""
+        """Read rows `begin:end` of a tensor of the base; return (bytes, numbers).
+
+        Raises BadInput where one is not finite.
+        """
         (name,) = recipe.pieces.tensors
         width = recipe.nbytes // recipe.shape[0]
         raw = self.base.read_part(name, slice(begin * width, end * width))
@@ -174,7 +184,7 @@ class Evaluator:
         return memoryview(raw), tensor
 
     def imported(self, place: Place, name: str, tensor: str) -> Tensor:
-        """Return a tensor of an adapter, or another model. Raises BadInput where a number of it is not finite."""
+        """Return a tensor of the adapter or other model `name`. Raises BadInput where a number of it is not finite."""
         source: AdapterFolder | CheckpointFolder = self.adapters[name] if place == "adapter" else self.models[name]
         with self.stopwatch.stage("read"):
             raw = source.read(tensor)
@@ -201,7 +211,7 @@ class Evaluator:
         return self.maps.aligned(coupling)
 
     def align_columns(self, matrix: Tensor, ref: MapRef) -> Tensor:
-        """Return a matrix with its columns aligned along a map."""
+        """Return a matrix with its columns aligned along the map of `ref`; the matrix itself for the identity."""
         if ref.coupling is None:
             return matrix
         found = self.maps.get(ref)
@@ -209,7 +219,7 @@ class Evaluator:
             return found.align_columns(matrix)
 
     def align_rows(self, matrix: Tensor, ref: MapRef) -> Tensor:
-        """Return a matrix with its rows aligned along a map."""
+        """Return a matrix with its rows aligned along the map of `ref`; the matrix itself for the identity."""
         return matrix if ref.coupling is None else self.maps.get(ref).align_rows(matrix)
 
     def forget(self, couplings: Iterable[str]) -> None:
@@ -256,11 +266,14 @@ class Evaluator:
         self._changes[name] = dict(figures)
 
     def stage(self, name: str) -> AbstractContextManager[object]:
-        """Time a stage of the work."""
+        """Return a context manager that records under `name` how long the work within it takes."""
         return self.stopwatch.stage(name)
 
     def _bytes_of(self, made: Tensor, output: Output) -> memoryview:
-        """Return new numbers as they are stored. Raises BadInput where they leave the range of the dtype."""
+        """Return a computed tensor's bytes in the output's dtype.
+
+        Raises BadInput where numbers leave the range of the dtype.
+        """
         dtype = output.recipe.dtype
         data: memoryview = made.to("cpu", stored_dtype(dtype)).contiguous().view(-1).view(torch.uint8).numpy().data
         if not _all_finite(data, dtype):
@@ -283,7 +296,7 @@ class Evaluator:
         return list(found)
 
     def _read(self, pieces: Pieces) -> bytearray:
-        """Read bytes of the base: whole tensors may have been read ahead; of others only the pieces are read."""
+        """Read the base's bytes that `pieces` lists: a whole tensor from the read-ahead, otherwise only the pieces."""
         span = pieces.spans[0]
         if pieces.is_all_of(self.base.tensors[span.tensor]):
             return self._ahead.read(span.tensor)
@@ -311,7 +324,7 @@ class Evaluator:
 
 
 def _networks(recipe: Recipe) -> Iterator[tuple[object, ...]]:
-    """Yield the networks that predict a part of a recipe."""
+    """Yield the key of each network that predicts a part of a recipe."""
     return (each.network for each in recipe.walk() if isinstance(each, Predicted))
 
 
@@ -326,7 +339,7 @@ def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 
 
 def _all_finite(data: bytearray | memoryview, dtype: str) -> bool:
-    """Return whether all numbers are finite, by their bits: torch takes twenty times as long for bfloat16."""
+    """Return whether all numbers are finite, by their bits: torch itself takes twenty times as long for bfloat16."""
     look = FiniteCheck(dtype)
     look(data)
     return look.finite

@@ -33,6 +33,7 @@ class Maps:
     def __init__(
         self, couplings: Mapping[str, Coupling], bench: Bench, base: CheckpointFolder, *, plan_source: str
     ) -> None:
+        """Begin with no map solved."""
         self.reports: dict[str, dict[str, Any]] = {}
         self._couplings = couplings
         self._bench = bench
@@ -85,6 +86,10 @@ class Maps:
         return frozenset(found)
 
     def _solve(self, coupling: Coupling) -> None:
+        """Solve one coupling's map and keep it; with `groups`, match experts instead.
+
+        Raises BadInput where it has no solution.
+        """
         lower, upper = self._rows(coupling)
         compared = self._compared(coupling, lower, upper)
         if coupling.groups is not None:
@@ -98,6 +103,7 @@ class Maps:
         self._keep(coupling.name, solved, lower)
 
     def _match(self, coupling: Coupling, compared: tuple[Tensor, Tensor], lower: Tensor, groups: int) -> None:
+        """Match the experts of two routers and keep the assignment; `compared` are both routers' rows."""
         try:
             with self._bench.stage("match experts"):
                 found = match_rows(*compared, groups=groups)
@@ -108,7 +114,10 @@ class Maps:
         self.reports[coupling.name]["partners"] = [found.source_of(number) for number in range(found.m)]
 
     def _solve_heads(self, whole: WholeHeads) -> None:
-        """Solve the maps of query, key and value together, because all three use the same assignment of heads."""
+        """Solve the maps of query, key and value together, because all three use the same assignment of heads.
+
+        Raises BadInput where they have no solution.
+        """
         couplings = [self._couplings[name] for name in whole.names]
         (query, key, value) = [self._rows(coupling) for coupling in couplings]
         outputs = [self._bench.working(recipe) for recipe in whole.output]
@@ -130,13 +139,17 @@ class Maps:
         self._keep(whole.value, found.value, value[0])
 
     def _rows(self, coupling: Coupling) -> tuple[Tensor, Tensor]:
-        """Return the rows of a coupling: of the lower layer after T_in, and of the upper layer."""
+        """Return (lower, upper): a coupling's rows of the lower layer after T_in, and of the upper layer."""
         rows = slice(coupling.start, coupling.stop)
         lower = self._bench.align_columns(self._bench.working(coupling.first)[rows], coupling.t_in)
         return lower, self._bench.working(coupling.second)[rows]
 
     def _compared(self, coupling: Coupling, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows from which a coupling's cost is computed; `lower` (after T_in) and `upper` are its rows."""
+        """Return (first, second): the rows from which a coupling's cost is computed.
+
+        These are outputs on a text with `support`, the lower rows before T_in with `cost_first`, else `lower` (after
+        T_in) and `upper` as they are.
+        """
         if coupling.support is not None:
             return self._activations(coupling, coupling.support)
         if coupling.cost_first:
@@ -144,7 +157,10 @@ class Maps:
         return lower, upper
 
     def _activations(self, coupling: Coupling, support: TextSupport) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the coupling's rows on its text; the base is run once for all couplings of the text."""
+        """Return (first, second): what the coupling's two modules put out on its text, a row for each of its rows.
+
+        The base is run once for all couplings of the text.
+        """
         if support not in self._outputs:
             alike = [each for each in self._couplings.values() if each.support == support]
             names = {name for each in alike for recipe in (each.first, each.second) for name in recipe.sources}
@@ -161,6 +177,7 @@ class Maps:
         return first.to(self._bench.device), second.to(self._bench.device)
 
     def _keep(self, name: str, solved: TransportMap, lower: Tensor) -> None:
+        """Keep a solved map, its report, and the lower layer's rows `lower` that were aligned for it."""
         self._maps[name] = solved
         self._aligned[name] = lower
         self.reports[name] = solved.solution.to_report()
@@ -178,10 +195,10 @@ def activations(
     """Return, for each named weight of a linear module, the module's outputs on the text.
 
     The outputs are (rows, samples), float32, on the CPU. They are the support of `support: activations` (Singh and
-    Jaggi, 2020): two neurons correspond where they fire alike, not where their weights are close. The base runs once,
-    in the memory of one layer (verification's streamed model). Samples are the text's first tokens in windows of
-    `support.window`. Raises BadInput for a text that cannot be read or gives too few tokens, and for a base without
-    tokenizer.
+    Jaggi, 2020): two neurons correspond where their outputs are similar, not where their weights are close. The base
+    runs once, in the memory of one layer (verification's streamed model). Samples are the text's first tokens in
+    windows of `support.window`. Raises BadInput for a text that cannot be read or gives too few tokens, and for a base
+    without tokenizer.
     """
     windows = -(-support.samples // support.window)
     vocabulary = dissect_folder(base).sizes.vocabulary
@@ -205,7 +222,10 @@ def activations(
 
 
 def _keeping(parts: list[Tensor]) -> Callable[[Any, Any, Tensor], None]:
+    """Return a forward hook that appends a module's output to `parts`, in float32 on the CPU, a row for each token."""
+
     def keep(_module: Any, _arguments: Any, output: Tensor) -> None:
+        """Append one call's output."""
         # Cloned to leave inference mode's tensors: the caller computes with it.
         parts.append(output.flatten(0, -2).float().cpu().clone())
 

@@ -27,6 +27,7 @@ class FiniteCheck:
     """
 
     def __init__(self, dtype: str) -> None:
+        """Begin a check of numbers of this dtype."""
         self.finite = True
         self._width, self._infinity = _INFINITY.get(dtype, (0, 0))
         self._rest = b""
@@ -50,6 +51,7 @@ class FiniteCheck:
             self._look(view[:whole])
 
     def _look(self, data: bytes | memoryview) -> None:
+        """Set `finite` to False where a number is not finite; `data` holds whole numbers."""
         # Imported only where bytes are read back: preview and the command line need no numpy.
         import numpy as np
 

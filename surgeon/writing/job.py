@@ -65,7 +65,8 @@ class Job:
     JSON data, what the output's bytes depend on besides shards and `files`: the checkpoints that are read, the plan.
     `mirrored` are the files that shards mirror: a shard's data has the alignment of that file. A shard that equals that
     file byte for byte is not written where that can be avoided: it shares the file's blocks, or with `link` is the file
-    under a second name. For `recall`, the first source, digests may come from the last time that it was read.
+    under a second name. `recall` is the folder of the first source: digests of its files may be remembered from the
+    last time that they were read.
     """
 
     shards: tuple[Shard, ...]
@@ -130,7 +131,7 @@ def copied(name: str, info: TensorInfo) -> Output:
 
 
 def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
-    """Return the tensors of each shard, in the order of their bytes."""
+    """Return the tensors of each shard by the shard's file, in the order of their bytes."""
     held: dict[str, list[TensorInfo]] = {file: [] for file in folder.shards}
     for info in sorted(folder.tensors.values(), key=lambda info: info.begin):
         held[info.file].append(info)
@@ -144,7 +145,10 @@ def places_in(tensors: Mapping[str, TensorInfo], shards: Iterable[Shard]) -> dic
 
 
 def data_of(outputs: Iterable[Output], places: Mapping[str, Pieces]) -> Pieces:
-    """Return tensors, one after another, as pieces of files; a tensor without a place has no pieces."""
+    """Return the data of `outputs`, one tensor after another, as pieces of files.
+
+    A tensor without a place has no pieces.
+    """
     return stacked([places.get(output.name, Pieces(output.nbytes, ())) for output in outputs], before=1)
 
 
@@ -166,7 +170,7 @@ def unchanged_among(
 
 
 def model_files(config: Mapping[str, Any], shards: tuple[Shard, ...], code: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return config.json, the index where there are several shards, and the files of code.
+    """Return, by name, config.json, the index where there are several shards, and the files of code.
 
     Raises BadInput for a config.json that is too large to be read again.
     """
@@ -196,7 +200,7 @@ def index_of(shards: tuple[Shard, ...]) -> bytes:
 
 
 def beside_weights(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests of small files that the manifest records: without its own, the card's and the index's.
+    """Return the digests of small files that the manifest records: all but the manifest, the card and the index.
 
     The card may be edited; the index repeats the headers, and depends on how shards were cut.
     """
@@ -206,6 +210,6 @@ def beside_weights(files: Mapping[str, str]) -> dict[str, str]:
 def manifest_and_card(
     manifest: Manifest, config: Mapping[str, Any], shards: tuple[Shard, ...], metadata: Metadata
 ) -> dict[str, bytes]:
-    """Return the manifest, and the card that is written from it."""
+    """Return, by name, the manifest's file and the model card's, which is written from the manifest."""
     sizes = {output.name: output.numel for shard in shards for output in shard.outputs}
     return {MANIFEST_FILE: manifest.to_bytes(), CARD_FILE: card(manifest, config, sizes, metadata)}

@@ -42,7 +42,7 @@ class Moved:
 
     @classmethod
     def of(cls, job: Job, ways: Mapping[str, Way]) -> Moved:
-        """Return the counts for a job whose shards came by these ways."""
+        """Return the counts of bytes for a job; `ways` gives, by shard's file, how the shard got into the output."""
         by_way = dict.fromkeys(("copy", "reflink", "link"), 0)
         for shard in job.shards:
             by_way[ways[shard.file]] += shard.nbytes if shard.file in job.unchanged else 0
@@ -63,7 +63,10 @@ class Moved:
 
 
 def way_to(job: Job, out: Path) -> Way:
-    """Return how unchanged shards get into `out`'s folder. Raises BadInput where linking is asked and impossible."""
+    """Return how unchanged shards get into `out`'s folder: "link", "reflink" or "copy".
+
+    Raises BadInput where linking is asked and impossible.
+    """
     folder = working_folder(out).parent
     with OpenShards(job.sources) as shards:
         for mirrored in job.unchanged.values():
@@ -75,11 +78,15 @@ def way_to(job: Job, out: Path) -> Way:
 
 
 def bytes_to_move(job: Job, out: Path) -> int:
-    """Return the bytes for which the disk needs room. Raises BadInput like `way_to`."""
+    """Return the bytes for which the disk needs room; unchanged shards need none where they are linked or share blocks.
+
+    Raises BadInput like `way_to`.
+    """
     return job.bytes_to_write - (job.bytes_unchanged if way_to(job, out) != "copy" else 0)
 
 
 def _path(job: Job, mirrored: Mirrored) -> Path:
+    """Return the path of a mirrored file, which lies on this machine."""
     source = job.sources[mirrored.source]
     assert isinstance(source, LocalSource), source.shown
     return source.place(mirrored.file)
@@ -89,19 +96,24 @@ class Unmoved:
     """A worker that brings unchanged shards into an output by `way`, and reports their digests to `proof`."""
 
     def __init__(self, job: Job, way: Way, proof: ReadBack) -> None:
+        """Begin with a pool of threads that hash originals."""
         self._job, self._way, self._proof = job, way, proof
         self._hashers = ThreadPoolExecutor(min(_cores(), _MOST_HASHERS), thread_name_prefix="hash")
 
     def __enter__(self) -> Self:
+        """Return the worker itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop the hashing threads."""
         self._hashers.shutdown(wait=True, cancel_futures=True)
 
     def take(self, shard: Shard, target: Path, stopwatch: Stopwatch) -> bool:
-        """Return whether `target` is now the shard, durably and journalled; False where its bytes must be written.
+        """Put a shard in place as `target` without writing its bytes; return whether that was done.
 
-        Raises BadInput where linking is asked and impossible, or the original changes meanwhile.
+        The shard's digests are then recorded. False means that the bytes must be written: the shard differs from every
+        file, or its blocks cannot be shared. Raises BadInput where linking is asked and impossible, or the original
+        changes meanwhile.
         """
         mirrored = self._job.unchanged.get(shard.file)
         if mirrored is None:
@@ -130,7 +142,10 @@ class Unmoved:
         return True
 
     def _hashed(self, source: int, mirrored: Header) -> FileDigests:
+        """Return the digests of a file's tensors, hashed by all cores, and the tensors that are not finite."""
+
         def hashed(info: TensorInfo) -> tuple[str, bool]:
+            """Return (digest, finite) of one tensor."""
             look = FiniteCheck(info.dtype)
             return sha256_range(source, info.begin, info.end, look), look.finite
 
@@ -147,7 +162,10 @@ def _cores() -> int:
 
 
 def _cloned(source: int, target: Path) -> bool:
-    """Return whether `target`, a new file, now shares the blocks of `source`; if not, no file is left."""
+    """Make `target` a new file that shares the blocks of `source`; return whether that was possible.
+
+    If not, no file is left.
+    """
     target.unlink(missing_ok=True)
     handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:

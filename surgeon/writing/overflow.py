@@ -35,10 +35,10 @@ _AT_ONCE = 2**22
 def check_finite(
     staged: Path, opened: OpenedBase, blueprint: Blueprint, *, device: str, say: Callable[[str], None]
 ) -> None:
-    """Run the output of an exact plan on a text, where its new parts may overflow.
+    """Run the output of an exact plan on a text, where its new parts may overflow; otherwise do nothing.
 
-    `say` gets the reason where it cannot be run. Raises BadInput where a layer of the output computes NaN or infinity,
-    and the base does not.
+    Where it cannot be run, `say` is called with the reason. Raises BadInput where a layer of the output computes NaN or
+    infinity, and the base does not.
     """
     base = opened.folder
     grown = {

@@ -25,9 +25,10 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True)
 class PredictionSettings:
-    """Two hidden layers of `hidden` units; `epochs` over the triples of layers with AdamW at `rate`, `batch` at once.
+    """The settings of a predicting network: two hidden layers of `hidden` units, trained with AdamW at the rate `rate`.
 
-    `norm_weight` is the notebook's λ, see `loss`.
+    Training passes `epochs` times over the triples of layers, `batch` directions at once. `norm_weight` is the
+    notebook's λ, see `loss`.
     """
 
     hidden: int
@@ -58,7 +59,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Predictor:
-    """U, Σ and the network of one module, and its fit."""
+    """The predictor of one module: U (`basis_DR`), the diagonal of Σ (`scale_R`), the network, and its fit."""
 
     basis_DR: Tensor
     scale_R: Tensor
@@ -77,9 +78,10 @@ class Predictor:
 def learn(
     read: Callable[[int], Tensor], count: int, settings: PredictionSettings, draws: np.random.Generator
 ) -> Predictor:
-    """Return the predictor of a module; `read` gives its matrices in `count` ≥ 3 layers: float32, one device.
+    """Return the predictor of a module; `read(i)` returns its matrix in layer i of `count` ≥ 3: float32, one device.
 
     The decomposition is float64, by way of Σ W Wᵀ, which is added up layer by layer; V of all layers stays in memory.
+    Raises ValueError where the matrices are zero.
     """
     basis, scale = _decomposed(read, count, draws)
     known = torch.stack([coordinates(read(number), basis, scale) for number in range(count)])
@@ -89,7 +91,7 @@ def learn(
 
 
 def coordinates(matrix: Tensor, basis_DR: Tensor, scale_R: Tensor) -> Tensor:
-    """Return V of a matrix of the stack, (R, M)."""
+    """Return V, (R, M), of a matrix of the stack, such that the matrix is about U Σ V."""
     found: Tensor = (basis_DR.T @ matrix) / scale_R[:, None]
     return found
 
@@ -102,7 +104,7 @@ def loss(made_BM: Tensor, true_BM: Tensor, norm_weight: float) -> Tensor:
 
 
 def _decomposed(read: Callable[[int], Tensor], count: int, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Return U and the diagonal of Σ, largest first.
+    """Return (U, the diagonal of Σ), largest first. Raises ValueError where all matrices are zero.
 
     Any sign of a direction is right, but the network is not odd, so signs are drawn at random: a library's signs follow
     no rule. A rule (the largest element positive, say) would align directions: on a trained base it made norms 7 %
@@ -124,6 +126,7 @@ def _decomposed(read: Callable[[int], Tensor], count: int, draws: np.random.Gene
 
 
 def _train(network: nn.Sequential, known_LRM: Tensor, settings: PredictionSettings, draws: np.random.Generator) -> None:
+    """Train the network on all triples of layers, in random order; then freeze it."""
     layers, directions, _ = known_LRM.shape
     optimizer = torch.optim.AdamW(network.parameters(), lr=settings.rate)
     starts = range(0, count := (layers - 2) * directions, settings.batch)
@@ -140,13 +143,20 @@ def _train(network: nn.Sequential, known_LRM: Tensor, settings: PredictionSettin
 
 
 def _triples(known_LRM: Tensor, numbers: np.ndarray) -> Iterator[Tensor]:
-    """Return the rows of three neighbouring layers, for each numbered pair of (lowest layer, direction)."""
+    """Return three tensors of rows: of the lower, middle and upper layer of each triple that `numbers` names.
+
+    Number n stands for the lowest layer n // R and the direction n % R.
+    """
     lowest, direction = (torch.from_numpy(part).to(known_LRM.device) for part in np.divmod(numbers, known_LRM.shape[1]))
     return (known_LRM[lowest + step, direction] for step in range(3))
 
 
 def _fit(network: nn.Sequential, known_LRM: Tensor, scale_R: Tensor) -> Fit:
-    """Return the fit. Sums are in float64; as U has orthonormal columns, the length of Σ V equals that of U Σ V."""
+    """Return the fit of a trained network on the layers that it learned from.
+
+    Raises ValueError where these are all zero. Sums are in float64; as U has orthonormal columns, the length of Σ V
+    equals that of U Σ V.
+    """
     wrong = inner = made_square = true_square = 0.0
     for below, true, above in zip(known_LRM[:-2], known_LRM[1:-1], known_LRM[2:], strict=True):
         made = torch.cat([network(part) for part in torch.split(torch.cat([below, above], 1), _AT_ONCE)])

@@ -23,7 +23,7 @@ _OWN = "get the base's own config.json"
 
 
 def check_skeleton(config: dict[str, Any], stored: Sequence[Output]) -> None:
-    """Build the grafted model on the meta device and compare its tensors' names and shapes with `stored`.
+    """Build the grafted model on the meta device and compare its tensors' names and shapes with the outputs `stored`.
 
     So planner and code cannot diverge. Raises BadInput naming the first tensor that only one side has, or that has
     different shapes.
@@ -66,10 +66,15 @@ def check_skeleton(config: dict[str, Any], stored: Sequence[Output]) -> None:
 
 
 def _of_layers(name: str, base: str) -> bool:
+    """Return whether a tensor belongs to a layer, or to the control states; `base` is the base model's prefix."""
     return layer_of(name) is not None or name.removeprefix(base).startswith(BANK)
 
 
 def _build(config: dict[str, Any]) -> Any:
+    """Return the grafted model on the meta device.
+
+    Raises BadInput where the shipped code cannot build it from the config.
+    """
     kind = getattr(import_bundle(config), config["architectures"][0])
     try:
         with quiet_transformers(), torch.device("meta"):

@@ -79,6 +79,7 @@ class Preview:
         return tuple(note for note in self.notes if note != _NO_LICENSE)
 
     def __repr__(self) -> str:
+        """Return model type, layers, parameters and promise in a line."""
         layers = f"{sum(e.base is not None for e in self.blueprint.layers)} → {len(self.blueprint.layers)} layers"
         return (
             f"Preview({self.model_type}, {layers}, {self.parameters_before:,} → {self.parameters_after:,} parameters,"
@@ -89,8 +90,9 @@ class Preview:
         """Return plain data for `--json`.
 
         Keys:
-            `model_type`, `native`, `promise`: the base's model type; true if the output needs no code of its own;
-                `exact`, `rounding` or `none`
+            `model_type`: the base's model type
+            `native`: true if the output needs no code of its own
+            `promise`: `exact`, `rounding` or `none`
             `operations`: each with `op`, `matched` (in words), `promise`, `reason`, `trains` (`new`, `all`)
             `layers`: the output's, each with `layer`, `base` (its number there; null: new), `init`, `sources`, `grafts`
             `parameters`: `before`, `after`, `new`, `trainable`
@@ -199,8 +201,8 @@ def opened_for(
 ) -> OpenedBase:
     """Return a base in the form that a plan's operations use.
 
-    Raises BadInput where its manifest or layers are not known. Without `weights` only headers are read of other models
-    on the Hub.
+    Without `weights` only headers are read of other models on the Hub. Raises BadInput where the base's manifest cannot
+    be read, or its layers are not known.
     """
     if folder.manifest is not None:
         # The output's lineage will include the base's surgeries: what cannot be read is refused before any work.
@@ -218,7 +220,7 @@ def preview_of(
 ) -> Preview:
     """Return the preview of a plan on an opened base, not yet proven (`proved` does that last, as it costs most).
 
-    Raises BadInput.
+    Raises BadInput where the plan cannot be carried out on the base.
     """
     folder, anatomy = base.folder, base.anatomy
     facts = prepare(loaded, base)
@@ -258,6 +260,7 @@ def preview_of(
 
 
 def _bytes_to_read(blueprint: Blueprint, base: OpenedBase) -> int:
+    """Return the bytes of the base's tensors, and of other models' tensors, that the output is made of."""
     taken = [base.models[name].tensors[tensor].nbytes for name, of in blueprint.taken.items() for tensor in of]
     return sum(base.folder.tensors[name].nbytes for name in blueprint.sources) + sum(taken)
 
@@ -303,7 +306,10 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
 
 
 def proved(shown: Preview, base: OpenedBase) -> Preview:
-    """Return the preview with its promise proven on a twin, now or before. Raises BadInput where it does not hold."""
+    """Return the preview with its promise proven on a twin, now or before. Raises BadInput where it does not hold.
+
+    What was learned about the base's classes is kept for later runs.
+    """
     with placed(shown.plan):
         proof = prove(shown.drawing, base)
     keep(base.anatomy, base.folder.config, base.folder.tensors, base.folder.own)

@@ -55,7 +55,7 @@ def _stack(blueprint: Blueprint) -> FittedTable:
 
 
 def _add_gone(table: FittedTable, layers: list[int]) -> None:
-    """Add a row for layers of the base that were taken out between two runs."""
+    """Add a row for layers of the base that were taken out between two runs; none where `layers` is empty."""
     if layers:
         table.add_row(
             span(layers[0], layers[-1]), Text("✕", style="bold yellow"), "", Text("taken out", style="yellow")
@@ -63,10 +63,12 @@ def _add_gone(table: FittedTable, layers: list[int]) -> None:
 
 
 def _kept(layer: Layer) -> Text:
+    """Return the words for a kept layer: what an operation changed in it, or `kept`; then its grafts."""
     return _with_grafts(Text(layer.init, style="yellow") if layer.init else Text("kept", style="dim"), layer)
 
 
 def _with_grafts(text: Text, layer: Layer) -> Text:
+    """Append a layer's grafts, and who made each, to `text`; return `text`."""
     for graft in layer.grafts:
         text.append(f" + {graft.text}", style="green")
         origin = "the base's" if graft.operation is None else f"operation {graft.operation}"
@@ -75,6 +77,7 @@ def _with_grafts(text: Text, layer: Layer) -> Text:
 
 
 def _made(run: list[Layer]) -> Text:
+    """Return the words for a run of new layers: init, source layers, operation, grafts."""
     first, last = run[0], run[-1]
     text = Text(f"new: {first.init}", style="green")
     if first.sources and len(run) == 1:
@@ -87,6 +90,7 @@ def _made(run: list[Layer]) -> Text:
 
 
 def _operations(blueprint: Blueprint) -> FittedTable:
+    """Return a table with one row for each operation."""
     table = FittedTable("operation", "matched", "promise", "why", "trains")
     for number, record in enumerate(blueprint.operations):
         claim = record.claim
@@ -104,7 +108,10 @@ def _proof(preview: Preview) -> list[RenderableType]:
 
 
 def _measured(preview: Preview) -> list[RenderableType]:
-    """Return a table of a vocabulary's effect on texts: tokens a word, and documents tokenised as before."""
+    """Return a table of a vocabulary's effect on texts: tokens per word, and documents tokenised as before.
+
+    Returns nothing where no text was measured.
+    """
     if not preview.measured:
         return []
     table = FittedTable("use", "text")
@@ -118,12 +125,14 @@ def _measured(preview: Preview) -> list[RenderableType]:
 
 
 def _links(nbytes: int) -> str:
+    """Return words for the bytes that are hard-linked."""
     if not nbytes:
         return "nothing: every shard of the base changes, as tensors in it are renumbered, widened or left out"
     return f"{size(nbytes)}, hard links to the base's files: one file under two names, which becomes read-only"
 
 
 def _budget(preview: Preview) -> FittedTable:
+    """Return a table of parameters, bytes, memory, and how the output loads."""
     table = FittedTable(headings=False)
     grown = preview.parameters_after / preview.parameters_before
     table.add_row("parameters", f"{count(preview.parameters_before)} → {count(preview.parameters_after)}, ×{grown:.3g}")

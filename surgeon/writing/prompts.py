@@ -34,9 +34,9 @@ def read_by_mlps(
 ) -> dict[int, Tensor]:
     """Return, for every layer with an MLP, a row for each list of prompts: its mean input over their tokens, float32.
 
-    The mean over the tokens of the list in `against` of the same number is subtracted, if there is one. Every token
-    counts once, so longer prompts count more. Raises BadInput for a base without tokenizer, prompts without a token,
-    and lists whose means are nearly equal.
+    Where `against` has a non-empty list for the same expert, the mean over that list's tokens is subtracted. Every
+    token counts once, so longer prompts count more. Raises BadInput for a base without tokenizer, prompts without a
+    token, and lists whose means are nearly equal.
     """
     negative = [number for number, listed in enumerate(against) if listed]
     means = _means(base, [*prompts, *(against[number] for number in negative)], len(prompts), device=device)
@@ -56,7 +56,11 @@ def read_by_mlps(
 def _means(
     base: CheckpointFolder, prompts: Sequence[Sequence[str]], experts: int, *, device: torch.device
 ) -> dict[int, Tensor]:
-    """Return, for every layer with an MLP, its mean input for each list; lists from `experts` on are negative ones."""
+    """Return, for every layer with an MLP, its mean input for each list.
+
+    Lists from number `experts` on are negative ones. Raises BadInput for a base without tokenizer, and for a prompt
+    without a token.
+    """
     tokenizer, why_not = open_tokenizer(base.path)
     if tokenizer is None:
         raise BadInput(f"{printable(str(base.path))}: {why_not}, and routers are made of prompts; add its files")
@@ -85,7 +89,13 @@ def _means(
 
 
 def _keeping(found: dict[int, Tensor], index: int, owner: Tensor, count: int) -> Callable[[Any, tuple[Any, ...]], None]:
+    """Return a forward pre-hook that stores in `found[index]` the mean input of an MLP for each of `count` lists.
+
+    `owner` gives the list of each token, (texts, tokens); -1 for padding.
+    """
+
     def keep(_module: Any, arguments: tuple[Any, ...]) -> None:
+        """Store the means of one call's input."""
         # Some FFNs read one row a token.
         read = arguments[0].float().cpu().view(*owner.shape, -1)
         # Cloned to leave inference mode's tensors: the caller computes with it.

@@ -82,8 +82,8 @@ def prove(drawn: Drawing, base: OpenedBase) -> Proof:
     """Prove on a twin that a plan keeps its promise, and that the shipped code has a place for every tensor.
 
     A proof for the same config, plan and versions is used again. A plan that promises nothing, takes no layer out and
-    adds no graft needs no proof. Raises BadInput that tells where the twin of the output differs from the twin of the
-    base.
+    adds no graft needs no proof. Raises BadInput with the place where the twin of the output differs from the twin of
+    the base.
     """
     blueprint, held = drawn.blueprint, Proof("none")
     promises = blueprint.promise != "none" or any(blueprint.dropped.values())
@@ -105,7 +105,10 @@ def prove(drawn: Drawing, base: OpenedBase) -> Proof:
 
 
 def _prove(drawn: Drawing, base: OpenedBase, *, promises: bool) -> float:
-    """Run the proof of a plan now, as far as it promises something; return its seconds."""
+    """Prove a plan now: on a twin where it `promises` something, and by its shipped code where it has grafts.
+
+    Return the seconds of the proof on the twin.
+    """
     # These import torch and transformers, which takes longer than the proof.
     from surgeon.writing.preflight import check_skeleton
     from surgeon.writing.small_run import prove_small
@@ -120,6 +123,7 @@ def _prove(drawn: Drawing, base: OpenedBase, *, promises: bool) -> float:
 
 
 def _run_by() -> dict[str, str]:
+    """Return the versions of the libraries that make and run a twin."""
     found = versions()
     return {name: found[name] for name in _LIBRARIES}
 

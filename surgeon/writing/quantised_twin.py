@@ -30,7 +30,7 @@ _FP8 = 103.0
 
 
 def small_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's quantisation settings with a twin's blocks."""
+    """Return a config's quantisation settings with a twin's small blocks in all parts that have blocks."""
     made = {key: small_blocks(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
     # None, and -1 for a row, are no blocks.
     return made | {key: block for key, block in _BLOCKS.items() if made.get(key) not in (None, -1)}
@@ -39,10 +39,10 @@ def small_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
 def quantised(
     plain: Mapping[str, Tensor], packed: Mapping[str, Packed], base: CheckpointFolder, settings: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return a twin's tensors, with codes and scales for those that its base stores quantised (`packed`).
+    """Return a twin's tensors, with codes and scales for the tensors that its base stores quantised (`packed`).
 
-    `plain` has their values in full precision, by the names of codes; `settings` are those of the twin's quantisation.
-    A tensor that is zero because it must be silent gets zero codes.
+    `plain` has the twin's values in full precision, by the names of codes; `settings` are the twin's quantisation
+    settings. A tensor that is zero because it must be silent gets zero codes.
     """
     made, packs = dict(plain), packs_of(base.config, base.tensors)
     draws = torch.Generator().manual_seed(0)

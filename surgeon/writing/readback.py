@@ -57,6 +57,7 @@ class ReadBack:
         compare: bool = True,
         recall: CheckpointFolder | None = None,
     ) -> None:
+        """Begin with the digests that are remembered for the files of `recall`, and start the threads."""
         self.digests: dict[str, str] = {}
         self.maps: dict[str, dict[str, Any]] = {}
         self.not_finite: set[str] = set()
@@ -80,14 +81,19 @@ class ReadBack:
             self._recall(file, stamp)
 
     def __enter__(self) -> Self:
+        """Return the checker itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the threads; after an error, cancel what has not begun."""
         for pool in (self._readers, self._flusher):
             pool.shutdown(wait=True, cancel_futures=kind is not None)
 
     def add(self, shard: Shard, maps: Mapping[str, dict[str, Any]]) -> None:
-        """Start to prove a shard that is written; raise the failure of an earlier one."""
+        """Start to prove a written shard in another thread; raise the failure of an earlier shard, if any.
+
+        `maps` are the reports of maps and networks that were made for the shard.
+        """
         for done in [pending for pending in self._pending if pending.done()]:
             done.result()
         flushed = self._flusher.submit(sync, self._staging.folder / shard.file)
@@ -116,12 +122,15 @@ class ReadBack:
                     self._originals[place.spans[0]] = digest
 
     def settle(self) -> None:
-        """Wait until every shard is proved, flushed and journalled."""
+        """Wait until every shard is proved, flushed and journalled; raise the failure of any."""
         for pending in self._pending:
             pending.result()
 
     def digests_of(self, folder: CheckpointFolder) -> dict[str, str]:
-        """Return digests of all tensors of the job's first checkpoint; those that the output does not copy are read."""
+        """Return digests of all tensors of `folder`, the job's first checkpoint.
+
+        Tensors that the output does not copy are read here.
+        """
         found: dict[str, str] = {}
         with OpenShards(self._sources) as shards:
             for name, place in places_of(folder.tensors).items():
@@ -143,7 +152,7 @@ class ReadBack:
                 keep_digests(stamp, self._recalled.headers[file], found, since=self._began)
 
     def _recall(self, file: str, stamp: Stamp) -> None:
-        """Take the known digests of a file of `recall`."""
+        """Add the remembered digests of a file of `recall`; do nothing where none are known for its present state."""
         assert self._recalled is not None
         header = self._recalled.headers[file]
         found = known_digests(stamp, header)
@@ -153,10 +162,15 @@ class ReadBack:
             self.not_finite.update(found.not_finite)
 
     def _stamp(self, file: str) -> Stamp:
+        """Return the present state of a file of the first source."""
         with OpenShards(self._sources) as shards:
             return Stamp.of(os.fstat(shards.opened(f"/{file}")))
 
     def _prove(self, shard: Shard, maps: dict[str, dict[str, Any]], flushed: Future[None]) -> None:
+        """Read a written shard back, compare its copies and hash its tensors; journal it once it is flushed to disk.
+
+        Raises PromiseBroken where bytes differ.
+        """
         digests: dict[str, str] = {}
         not_finite: list[str] = []
         written = os.open(self._staging.folder / shard.file, os.O_RDONLY)
@@ -182,6 +196,7 @@ class ReadBack:
     def _done(
         self, shard: Shard, digests: dict[str, str], maps: dict[str, dict[str, Any]], not_finite: list[str], way: Way
     ) -> None:
+        """Record a proved shard here and in the journal."""
         record = {"digests": digests, "maps": maps, "not_finite": not_finite, "way": way}
         self.remember(shard.file, record)
         with self._lock:
@@ -221,7 +236,11 @@ class ReadBack:
     def _compared(
         self, written: int, info: TensorInfo, shards: OpenShards, place: Pieces, *, trusted: str | None
     ) -> Iterator[tuple[bytearray | memoryview, bool]]:
-        """Yield the written pieces in order, with whether they are source bytes; nothing where `trusted` suffices."""
+        """Yield (piece, copied) for the written pieces in order; `copied` is whether the piece holds source bytes.
+
+        With `compare`, or where the tensor has new bytes, pieces are read from the output, and copies are compared.
+        Otherwise they are read from the source, and not at all where the digest `trusted` is known.
+        """
         if self._compare or not place.covered:
             yield from compared(place, shards.opened, written, info.begin)
         elif trusted is None:

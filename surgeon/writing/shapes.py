@@ -26,7 +26,10 @@ HEAD = "head_dim"
 
 
 def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return the sizes that differ between the base's config and the output's, before and after."""
+    """Return the sizes that differ between the base's config and the output's, by field, as (before, after).
+
+    Fields that count experts are left out.
+    """
     known = {HIDDEN: anatomy.sizes.hidden, INNER: anatomy.sizes.intermediate, HEAD: anatomy.sizes.head_dim}
     known |= {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads}
     part = part_of(native_config(config), anatomy.derivation.path)
@@ -39,7 +42,7 @@ def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, A
 
 
 def field_in(part: Mapping[str, Any], field: str) -> int:
-    """Return an integer field of a config part, with dots for nested parts; 0 where it has none."""
+    """Return an integer field of a config part, with dots for nested parts; 0 where there is no such integer."""
     *inside, key = field.split(".")
     for step in inside:
         part = part.get(step) or {}
@@ -88,7 +91,7 @@ def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[st
 
 
 def check_shapes(blueprint: Blueprint, anatomy: Anatomy) -> None:
-    """Check, where widths changed, that the config needs exactly the planned tensors. Raises BadInput."""
+    """Raise BadInput where widths changed and the config does not need exactly the planned tensors."""
     if blueprint.resized:
         from surgeon.anatomy.skeleton import build
 

@@ -121,7 +121,7 @@ def _carry_out(plan: LoadedPlan, facts: Mapping[int, Facts], base: OpenedBase, o
 
 
 def smaller(plan: LoadedPlan, facts: Mapping[int, Facts], scale: Scale) -> tuple[LoadedPlan, dict[int, Facts]]:
-    """Return the plan and its facts for a twin: numbers that fit only the base's sizes are replaced."""
+    """Return (plan, facts) for a twin: numbers that fit only the base's sizes are replaced."""
     small = [each.small(facts.get(n), scale) for n, each in enumerate(plan.plan.operations)]
     made = plan.plan.model_copy(update={"operations": [operation for operation, _ in small]})
     known = {number: found for number, (_, found) in enumerate(small) if found is not None}
@@ -172,7 +172,7 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
 
 
 def _running_twin(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Anatomy) -> tuple[dict[str, Any], Skeleton]:
-    """Return a twin that runs, and its config. Raises BadInput where no small size runs."""
+    """Return (config, twin) of the first small size that runs. Raises BadInput where none does."""
     failed: Exception | None = None
     for small in _small_configs(config, blueprint, anatomy):
         try:
@@ -192,6 +192,7 @@ def _with_small_grafts(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
 
     def fewer(entry: Any) -> Any:
+        """Return a graft's entry with a size of at most `NEURONS`; an entry without a size as it is."""
         sized = isinstance(entry, Mapping) and isinstance(entry.get("size"), int)
         return {**entry, "size": min(entry["size"], NEURONS)} if sized else entry
 
@@ -201,7 +202,10 @@ def _with_small_grafts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _grafted_twin(config: Mapping[str, Any]) -> Skeleton:
-    """Return a twin of a base with grafts, built by its shipped code, with its gates open."""
+    """Return a twin of a base with grafts, built by its shipped code, with its gates open.
+
+    Raises BadInput where the shipped code cannot build it.
+    """
     trunk = twin_of_small(native_config(config), seed=_SEED)
     composition = composition_of(config)
     assert composition is not None
@@ -274,7 +278,10 @@ def _by_name(twin: Skeleton, base: OpenedBase, packed: Mapping[str, Packed]) -> 
 
 
 def _place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
-    """Return the model's name of a stored tensor, which may lack the base model's prefix or use old words."""
+    """Return the name in `held` of a stored tensor, whose own name may lack the base model's prefix or use old words.
+
+    None where the model has no such tensor.
+    """
     old = next((old for old in OLD_NORMS if name.endswith(f".{old}")), None)
     present = name if old is None else name.removesuffix(old) + OLD_NORMS[old]
     prefix = f"{twin.model.base_model_prefix}."
@@ -285,7 +292,8 @@ def _place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | No
 def _check_same_tensors(blueprint: Blueprint, small: Blueprint, unread: AbstractSet[str]) -> None:
     """Raise BadInput where the twin's output has other layers or new tensors than the output will have.
 
-    Tensors that no class reads (`unread`), such as those of layers that predict further tokens, are ignored.
+    Tensors that no class reads (`unread`), such as those of layers that predict further tokens, are ignored, and so are
+    single experts, of which a twin may have fewer.
     """
     orders = [[(layer.like, layer.base, layer.opened) for layer in each.layers] for each in (blueprint, small)]
     if orders[0] != orders[1]:
@@ -300,9 +308,10 @@ def _check_same_tensors(blueprint: Blueprint, small: Blueprint, unread: Abstract
 
 
 def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blueprint: Blueprint, stack: str) -> None:
-    """Compare the outputs of two twins, as far as the blueprint promises something. Raises SurgeonError.
+    """Compare the outputs of two twins, as far as the blueprint promises something.
 
-    `stack` is the path of the base's layers.
+    Raises SurgeonError where they differ. `made` is the twin's blueprint, `blueprint` the base's; `stack` is the path
+    of the base's layers.
     """
     native, auto = native_config(base.config), auto_class(base.config)
     if encoder_auto(native) is not None:
@@ -338,12 +347,12 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
 
 
 def _tokens(words: int) -> Tensor:
-    """Return two texts of random tokens."""
+    """Return two texts of 32 random tokens below `words`."""
     return torch.randint(3, words, (2, 32), generator=torch.Generator().manual_seed(_SEED))
 
 
 def _decodes(model: Any, ids: Tensor) -> bool:
-    """Return whether a model can be run over a cache."""
+    """Return whether a model runs over a cache; any surgeon error counts as no."""
     try:
         with torch.inference_mode():
             return all(True for _ in decoded(model, ids, 1))
@@ -364,7 +373,10 @@ def _check_promise(found: Sequence[Any], blueprint: Blueprint) -> None:
 
 
 def _check_images(base: Any, out: Any, ids: Tensor, stack: str) -> None:
-    """Raise BadInput where an image's features for several layers (DeepStack) reach other layers than in the base."""
+    """Raise BadInput where an image's features for several layers (DeepStack) reach other layers than in the base.
+
+    Models without such features are not checked.
+    """
     one, other = (_with_image(model, ids, stack) for model in (base, out))
     if one is not None and other is not None and not torch.equal(one, other):
         raise BadInput(
@@ -375,7 +387,7 @@ def _check_images(base: Any, out: Any, ids: Tensor, stack: str) -> None:
 def _with_image(model: Any, ids: Tensor, stack: str) -> Tensor | None:
     """Return the text decoder's states for a text and an image's features that enter several layers.
 
-    None where the decoder takes no such features. They are random: what counts is which layer gets which.
+    None where the decoder accepts no such features. They are random: what matters is which layer gets which.
     """
     decoder = model.get_submodule(stack.rpartition(".")[0])
     taken = inspect.signature(decoder.forward).parameters
@@ -384,6 +396,7 @@ def _with_image(model: Any, ids: Tensor, stack: str) -> Tensor | None:
     where[:, 2:6] = True
 
     def features(count: int) -> list[Tensor]:
+        """Return `count` random features of an image, one for each layer that gets them."""
         width = model.config.get_text_config().hidden_size
         return [torch.randn(int(where.sum()), width, generator=draws) for _ in range(count)]
 
@@ -405,7 +418,7 @@ def _with_image(model: Any, ids: Tensor, stack: str) -> Tensor | None:
 
 
 def _found(fields: Mapping[str, Any], key: str) -> Any:
-    """Return a field of a config, from whichever part has it."""
+    """Return a field of a config, from whichever nested part has it; None where no part has it."""
     if fields.get(key):
         return fields[key]
     parts = (value for value in fields.values() if isinstance(value, Mapping))
@@ -415,7 +428,8 @@ def _found(fields: Mapping[str, Any], key: str) -> Any:
 def check_learns(model: Any, ids: Tensor, blueprint: Blueprint, *, encoder: bool = False) -> None:
     """Raise BadInput where a step of training fails, or gives the new parts no gradient.
 
-    In an encoder every new control must get a gradient.
+    In an encoder every new control must get a gradient; elsewhere one new tensor with a gradient is enough. Where no
+    new tensor gets one, the step is repeated once with the signs of all new tensors changed.
     """
     model = model.float().train()
     names = set(model.freeze_base())

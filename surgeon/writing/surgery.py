@@ -60,7 +60,10 @@ def surgery_job(
     read_back: bool,
     link: bool = False,
 ) -> Job:
-    """Return the job that carries out a plan; `device` is called only where a tensor is computed: that needs torch."""
+    """Return the job that carries out a plan; `device` is called only where torch is needed anyway.
+
+    Raises BadInput where a text is missing, or a side file does not match the facts.
+    """
     blueprint, shards, base, changed = drawn.blueprint, drawn.shards, opened.folder, opened.side_files
     code = {name: bundle(blueprint.config) for name in blueprint.code_files}
     texts = {name: digest_of_file(path) for name, path in texts_of(blueprint, opened.plan_folder).items()}
@@ -68,6 +71,7 @@ def surgery_job(
     _check_side_files(drawn.facts, opened)
 
     def look(staged: Path) -> None:
+        """Check that the staged output's new parts compute finite numbers."""
         from surgeon.writing.overflow import check_finite
 
         check_finite(staged, opened, blueprint, device=device(), say=opened.listener.say)
@@ -112,7 +116,7 @@ class _Finish:
     metadata: Metadata
 
     def __call__(self, proof: ReadBack) -> Mapping[str, bytes]:
-        """Return the last files. Raises BadInput where something that was read has changed."""
+        """Return the manifest and the card, by file name. Raises BadInput where something that was read has changed."""
         drawn, base = self.drawn, self.opened.folder
         blueprint = drawn.blueprint
         # Changed files are recorded with the base's digests; other uncarried files are not recorded.
@@ -136,7 +140,10 @@ class _Finish:
 
 
 def _model_entries(blueprint: Blueprint, models: Mapping[str, CheckpointFolder]) -> dict[str, ModelEntry]:
-    """Return the manifest's entries for other models: their name, and one digest of the tensors taken."""
+    """Return the manifest's entries for other models: each model's folder name, and one digest of the tensors used.
+
+    Raises BadInput where such a model has changed since it was opened.
+    """
     found: dict[str, ModelEntry] = {}
     for name, tensors in blueprint.taken.items():
         models[name].check_unchanged()
@@ -170,4 +177,5 @@ def _check_code(base: CheckpointFolder, files: Mapping[str, str]) -> None:
 
 
 def _digest_of(content: bytes) -> str:
+    """Return the sha256 of bytes, in hex."""
     return hashlib.sha256(content).hexdigest()

@@ -55,11 +55,12 @@ def check_output(job: Job, base: Path, out: Path) -> None:
 
 
 def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> HowMoved:
-    """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` times the stages.
+    """Write the output of `job` to `out`, and return how the bytes of the shards got there.
 
-    With several `ranks` this is rank 0, and the others call `assist`. An interrupted run of the same job is continued.
-    Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when the bytes read
-    back differ from those written. Returns how the bytes of the shards got there.
+    `stopwatch` times the stages. At any moment `out` is absent or complete. With several `ranks` this is rank 0, and
+    the others call `assist`. An interrupted run of the same job is continued; a complete output of the same job is left
+    as it is. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when the
+    bytes read back differ from the bytes written.
     """
     working = working_folder(out)
     kept = f"what was finished is kept in {printable(str(working))}: the same command continues"
@@ -78,7 +79,10 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks
 
 
 def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> HowMoved:
-    """Write everything into the staged folder; a job that can never succeed leaves nothing there."""
+    """Write everything into the staged folder; return how the bytes of the shards got there.
+
+    A job that can never succeed leaves nothing there: the folder is removed, and the error is raised again.
+    """
     listener.begin("writing", job.bytes_to_write)
     try:
         with (
@@ -166,7 +170,10 @@ class _Share:
         return self._evaluator
 
     def of(self, shards: Sequence[Shard]) -> Report:
-        """Write this rank's layers of `shards`; return an error, as other ranks wait for the report."""
+        """Compute and write this rank's share of the layers of `shards`; return a report with the maps, by shard.
+
+        Errors are returned in the report, not raised, as other ranks wait for it.
+        """
         maps: dict[str, dict[str, Any]] = {}
         dealt = 0
         mine: list[list[Output]] = []
@@ -234,7 +241,7 @@ class _Share:
             copy_pieces(pieces, shards.opened, target=target, begin=begin, progress=self.listener.advance)
 
     def _show(self, layer: Sequence[Output]) -> None:
-        """Show which of the layers to compute is being computed."""
+        """Show in the progress line which new layer is being computed; skip a layer without computed tensors."""
         if any(output.computed for output in layer):
             self._layers_done += 1
             self.listener.rename(f"writing, new layer {self._layers_done} of {_computed_layers(self.job.shards)}")
@@ -252,7 +259,11 @@ class _Share:
         self._layers_done += sum(any(o.computed for o in layer) for layer in group_by_layer(outputs))
 
     def _header(self, shard: Shard) -> bytes:
-        """Return a shard's header; that of the file it mirrors where both are equal, so all ways give one file."""
+        """Return the bytes of a shard's header.
+
+        Where the shard equals the file that it mirrors, these are that file's own bytes, so that all ways give the same
+        file.
+        """
         mirrored = self.job.unchanged.get(shard.file)
         if mirrored is None:
             return header_of(shard, self._mirrored(shard))[0]
@@ -260,12 +271,13 @@ class _Share:
             return header_bytes(shards.opened(mirrored.place), mirrored.header, file=mirrored.file)
 
     def _places(self, shard: Shard) -> list[tuple[int, int]]:
-        """Return where each tensor of a shard begins and ends in its file."""
+        """Return (begin, end) in bytes of each tensor of a shard in its file."""
         if (mirrored := self.job.unchanged.get(shard.file)) is not None:
             return [(info.begin, info.end) for info in mirrored.header.tensors]
         return header_of(shard, self._mirrored(shard))[1]
 
     def _mirrored(self, shard: Shard) -> Header | None:
+        """Return the header of the file that a shard mirrors; None where it mirrors none."""
         mirrored = self.job.mirrored.get(shard.file)
         return None if mirrored is None else mirrored.header
 
@@ -290,13 +302,17 @@ class _Run(_Share):
         proof: ReadBack,
         unmoved: Unmoved,
     ) -> None:
+        """Begin as rank 0, with the staged folder and the checker that reads shards back."""
         super().__init__(job, folder, listener, stopwatch, ranks)
         self.staging = staging
         self.proof = proof
         self.unmoved = unmoved
 
     def all_shards(self) -> None:
-        """Write every shard: those without computed tensors in threads, the others here, one after another."""
+        """Write every shard: shards without computed tensors in threads, the others here, one after another.
+
+        With several ranks, the layers of shards with computed tensors are distributed among the ranks.
+        """
         computed = [shard for shard in self.job.shards if any(o.computed for o in shard.outputs)]
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             try:
@@ -316,6 +332,7 @@ class _Run(_Share):
                 self.close()
 
     def _among_ranks(self, shards: list[Shard]) -> None:
+        """Have all ranks compute these shards, each rank its layers; then have the shards read back."""
         for shard in shards:
             self.begin(shard)
         self.ranks.send(Order(str(self.folder), tuple(shard.file for shard in shards)))
@@ -324,19 +341,23 @@ class _Run(_Share):
             self.proof.add(shard, {name: found for r in reports for name, found in r.maps.get(shard.file, {}).items()})
 
     def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
-        """Write one shard, or use the one of an earlier run; `then` is the layer computed after it."""
+        """Write one shard, unless an earlier run did or its file can be linked.
+
+        `then` is the layer computed after it.
+        """
         if not self._done_earlier(shard) and not self._taken(shard):
             self.begin(shard)
             self.proof.add(shard, self.write(shard, shard.outputs, then))
 
     def _taken(self, shard: Shard) -> bool:
-        """Return whether the shard could be put in place without moving its bytes."""
+        """Put a shard in place without moving its bytes, where that is possible; return whether it was."""
         if not self.unmoved.take(shard, self.folder / shard.file, self.stopwatch):
             return False
         self.listener.advance(shard.nbytes)
         return True
 
     def _done_earlier(self, shard: Shard) -> bool:
+        """Return whether an earlier run finished the shard; if so, use its record and count its tensors as done."""
         record = self.staging.is_done(shard.file)
         if record is None:
             return False
@@ -364,12 +385,12 @@ class _Run(_Share):
 
 
 def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
-    """Return the layer that is computed next; `shards` are the outputs still to come."""
+    """Return the outputs of the layer that is computed next; `shards` are the outputs still to come, shard by shard."""
     return next((group_by_layer(outputs)[0] for outputs in shards if outputs), ())
 
 
 def _write_tensor(run: _Share, output: Output, target: int, begin: int, end: int, behind: WriteBehind) -> None:
-    """Write a tensor that is computed or constant."""
+    """Write a tensor that is computed or constant at `begin:end` of the file; holes and copies need nothing here."""
     if output.computed:
         for made in run.evaluator.make(output):
             with run.stopwatch.stage("wait for writing"):

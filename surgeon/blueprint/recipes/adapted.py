@@ -84,7 +84,7 @@ class Product:
         return left if self.rows is None else left[slice(*self.rows)], right, *magnitude
 
     def _pair(self, bench: Bench) -> tuple[Tensor, Tensor]:
-        """Return A and B; where the pair serves many experts, read it once and return this expert's share."""
+        """Return (A, B); where the pair serves many experts, read it once and return only this expert's share."""
         import torch
 
         if self.expert is None:
@@ -95,10 +95,11 @@ class Product:
         return down.to(bench.device, torch.float32), up.to(bench.device, torch.float32)
 
     def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
-        """Return some `rows` of the tensor with the product added.
+        """Return the slice `rows` of the tensor with the product added.
 
-        `base` are the rows before any step, `given` the factors. As in PEFT, DoRA divides by the lengths of the base's
-        rows with only this product added. For columns, `given` holds the magnitude already divided by these lengths.
+        `values` are these rows after the earlier steps, `base` the rows before any step, `given` the factors. As in
+        PEFT, DoRA divides by the lengths of the base's rows with only this product added. For columns, `given` holds
+        the magnitude already divided by these lengths.
         """
         left, right, *magnitude = (each.to(values.dtype) for each in given)
         added = values.addmm(left[rows], right, alpha=self.scale)
@@ -134,12 +135,15 @@ class Trained:
         return f"{self.weight} of {self.values.how}{' added' if self.added else where}"
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
-        """Return the adapter's values; a vector as one row."""
+        """Return the adapter's values as a tuple of one matrix; a vector becomes one row."""
         values = bench.working(self.values)
         return (values if values.ndim > 1 else values[None],)
 
     def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
-        """Return some `rows` of the tensor with the values put in or added; `given` are the adapter's values."""
+        """Return the slice `rows` of the tensor with the trained values put in or added.
+
+        `values` are these rows after the earlier steps, `given` the adapter's values; `base` is not used.
+        """
         own = given[0].to(values.dtype)
         if self.added:
             return values.add(own[rows], alpha=self.weight)
@@ -221,10 +225,12 @@ class Adapted(Recipe):
 
     @cached_property
     def _streams(self) -> bool:
+        """Return whether rows are read a few at a time: `of` is a whole matrix of the base, outputs × inputs."""
         return isinstance(self.of, Copy) and self.of.source is not None and len(self.shape) == 2 and not self.turned
 
     @property
     def _used(self) -> tuple[int, ...]:
+        """Return the shape as the adapters see the tensor: outputs × inputs."""
         return self.shape[::-1] if self.turned else self.shape
 
     def _parts(self, bench: Bench) -> Iterator[Tensor]:
@@ -241,7 +247,7 @@ class Adapted(Recipe):
         bench.record(self.name, record.figures)
 
     def _given(self, step: Step, bench: Bench) -> tuple[Tensor, ...]:
-        """Return the adapter's factors for a step.
+        """Return the adapter's factors for a step, as the step's `given` does.
 
         DoRA of embeddings divides by lengths of columns, which are computed here over all rows.
         """
@@ -258,11 +264,14 @@ class Adapted(Recipe):
 
     @property
     def _has_own(self) -> bool:
-        """Return whether some change lies outside the span of the rows of A."""
+        """Return whether a step changes the tensor outside the span of the rows of A: trained values, or DoRA."""
         return any(not isinstance(step, Product) or step.magnitude is not None for step in self.steps)
 
     def _rows(self, bench: Bench) -> Iterator[tuple[slice, Tensor]]:
-        """Yield places and rows of the tensor in float32 (float64 stays), outputs × inputs; a vector is one row."""
+        """Yield (rows, values): a slice, and the numbers there, outputs × inputs, in float32 (float64 stays).
+
+        A vector is one row.
+        """
         whole = None if self._streams else bench.working(self.of)
         if whole is not None:
             whole = whole[None] if whole.ndim == 1 else whole.T.contiguous() if self.turned else whole
@@ -283,7 +292,11 @@ class Adapted(Recipe):
 
 @dataclass
 class _Record:
-    """How large a tensor's change is, and how much of it rounding keeps; sums over rows are in float64."""
+    """A running record of how large a tensor's change ΔW is and how much of it rounding keeps; sums are in float64.
+
+    `weight` is ‖W‖² and `change` ‖ΔW‖². `nearest` and `kept` are inner products of ΔW with the rounded change, for
+    rounding to nearest and for the chosen rounding. `guided` is the number of rows that were rounded along directions.
+    """
 
     weight: float = 0.0
     change: float = 0.0
@@ -294,7 +307,10 @@ class _Record:
     def rounded(
         self, before: Tensor, after: Tensor, dtype: Any, rounding: Rounding, factors: list[Tensor], *, own: bool
     ) -> Tensor:
-        """Return rows after all steps, rounded to `dtype`; `factors` are the adapters' A, with the rows' columns."""
+        """Return rows after all steps, rounded to `dtype`, and add their figures to the record.
+
+        `factors` are the adapters' A, with the rows' columns. `own`: each row's change is one more direction.
+        """
         import torch
 
         change = after - before
@@ -320,7 +336,11 @@ class _Record:
 
     @property
     def figures(self) -> dict[str, float | int | None]:
-        """Return ‖ΔW‖ / ‖W‖, and the shares of ΔW kept by rounding to nearest and by the chosen rounding."""
+        """Return ‖ΔW‖ / ‖W‖ (`change`), the shares of ΔW that rounding keeps, and the number of `guided` rows.
+
+        `nearest` is the share with rounding to nearest, `kept` the share with the chosen rounding. `change` is None
+        where W is zero.
+        """
         kept = (self.nearest / self.change, self.kept / self.change) if self.change else (1.0, 1.0)
         return {
             "change": (self.change / self.weight) ** 0.5 if self.weight else None,
@@ -331,7 +351,10 @@ class _Record:
 
 
 def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the numbers of `dtype` next below and next above, in the dtype of `values`; both equal an exact value."""
+    """Return (below, above): the next numbers of `dtype`, in the dtype of `values`.
+
+    Both equal a value that `dtype` has. Beyond the largest finite number, both are the rounded value.
+    """
     import torch
 
     nearest = values.to(dtype)

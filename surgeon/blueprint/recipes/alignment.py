@@ -17,6 +17,7 @@ class MapRef:
     spread: int = 1
 
     def __str__(self) -> str:
+        """Return the map's name for messages and for `how`."""
         if self.coupling is None:
             return "identity"
         if self.spread > 1:

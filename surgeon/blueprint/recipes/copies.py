@@ -39,7 +39,7 @@ class Copy(Recipe):
 
     @property
     def how(self) -> str:
-        """Describe it: the tensor of the base, or the tensors whose bytes it holds."""
+        """Describe the copy: the tensor of the base, or the tensors whose bytes it holds."""
         return f"a copy of {self.source}" if self.source is not None else f"bytes of {listed(self.pieces.tensors)}"
 
     def compute(self, bench: Bench) -> Tensor:
@@ -59,12 +59,12 @@ class Copy(Recipe):
 
     @cached_property
     def pieces(self) -> Pieces:
-        """Return its spans."""
+        """Return the spans as pieces of the whole tensor."""
         return Pieces(self.nbytes, self.spans)
 
     @property
     def own(self) -> Pieces:
-        """Return its spans.
+        """Return the spans of bytes that count as this tensor's own.
 
         Inside a larger tensor these count as none where they are stored elsewhere too (`Joined.own`).
         """
@@ -77,7 +77,7 @@ class Copy(Recipe):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the name of the tensor that it is, if it is a whole one."""
+        """Return the base tensor's name where this is the whole of it; nothing for a part."""
         return () if self.source is None else (self.source,)
 
     def columns(self, start: int, stop: int) -> Copy:
@@ -124,7 +124,7 @@ def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, sti
 
 
 def whole(of: Copy) -> Copy:
-    """Return a whole tensor of the base under another name; the base computes with it, so it does not train as new."""
+    """Return a whole tensor of the base under a new name; the base computes with it, so it does not train as new."""
     return rows([(of, 0, of.shape[0])], of.shape, still=True)
 
 

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Constant(Recipe):
-    """One `value` for all elements (0, or what makes a norm's effective scale zero or one), or a short tuple."""
+    """A tensor filled with one `value` (0, or what makes a norm's effective scale zero or one), or with a short tuple.
+
+    A tuple has a value for each element, or one value for all.
+    """
 
     computed: ClassVar[bool] = False
 
@@ -33,7 +36,7 @@ class Constant(Recipe):
 
     @property
     def how(self) -> str:
-        """Describe it: the value, or all the values."""
+        """Describe the recipe: the value, or all the values."""
         values = self.value if isinstance(self.value, tuple) else (self.value,)
         return f"constant {listed(map(str, values))}"
 
@@ -46,12 +49,12 @@ class Constant(Recipe):
 
     @cached_property
     def is_hole(self) -> bool:
-        """Return whether it is the single value zero."""
+        """Return whether every element is zero, given as a single value: such a tensor needs no bytes on disk."""
         return self.value == 0
 
     @property
     def named_values(self) -> tuple[tuple[str, Pieces]]:
-        """Return the digest of the whole tensor."""
+        """Return one (digest, pieces) pair, for the whole tensor."""
         return ((self.sha256, Pieces.whole("", self.nbytes)),)
 
     @property
@@ -71,6 +74,7 @@ class Constant(Recipe):
 
 
 def _element(value: float, dtype: str) -> bytes:
+    """Return one number as little-endian bytes of a float dtype."""
     code = FLOAT_DTYPES[dtype].packed
     if code is not None:
         return struct.pack(code, value)
@@ -91,7 +95,7 @@ class Random(Recipe):
 
     @property
     def how(self) -> str:
-        """Describe it: the standard deviation and the key."""
+        """Describe the recipe: the standard deviation and the key."""
         return f"normal of deviation {self.std}, drawn by {self.key}"
 
     def compute(self, bench: Bench) -> Tensor:
@@ -174,6 +178,7 @@ class Shuffled(_OfOne):
 
 
 def _normal(bench: Bench, key: str, shape: tuple[int, ...]) -> Tensor:
+    """Draw standard normal numbers in float32, seeded by `key`."""
     import numpy as np
     import torch
 

@@ -40,7 +40,7 @@ class Imported(Recipe):
 
     @property
     def how(self) -> str:
-        """Describe it: the tensor, and the adapter or model it comes from."""
+        """Describe the recipe: the tensor, and the adapter or model it comes from."""
         return f"{self.tensor} of the {self.place} {self.name}"
 
     def compute(self, bench: Bench) -> Tensor:
@@ -69,7 +69,7 @@ class Prompted(Recipe):
     against: tuple[tuple[str, ...], ...] = ()
 
     def compute(self, bench: Bench) -> Tensor:
-        """Return the layer's rows, scaled."""
+        """Return the mean inputs of this layer's MLP, a row for each list of prompts, times `norm`."""
         return bench.prompted(self.prompts, self.against)[self.layer].mul(self.norm)
 
 
@@ -133,7 +133,7 @@ class Unpacked(Recipe):
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """Return all stored tensors that it is unpacked from."""
+        """Return all stored tensors that the matrix is unpacked from."""
         return tuple(each for each in (self.weight, self.scales, self.zeros, self.sizes) if each is not None)
 
     def compute(self, bench: Bench) -> Tensor:

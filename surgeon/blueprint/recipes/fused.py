@@ -53,7 +53,7 @@ class Fused(_OfTwo):
 
     @property
     def how(self) -> str:
-        """Describe it: both tensors, and the maps that align their rows and columns."""
+        """Describe the recipe: both tensors, and the maps that align their rows and columns."""
         aligned = f", aligned by {listed(self.own_maps)}" if self.own_maps else ""
         return f"the average of {listed(self.sources)}{aligned}"
 
@@ -79,7 +79,10 @@ class Fused(_OfTwo):
 
     @staticmethod
     def _aligned(lower: Tensor, block: Block, bench: Bench) -> Tensor:
-        """Return a matrix's rows aligned along both maps; an `own` map was solved after columns were aligned."""
+        """Return a matrix's rows aligned along both maps.
+
+        For an `own` map the bench already has the rows with aligned columns, so only the rows are aligned here.
+        """
         if block.t_out.coupling is None:
             return bench.align_columns(lower, block.t_in)
         if not block.own:
@@ -107,13 +110,13 @@ class Units(Recipe):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return (units, numbers held for each unit)."""
+        """Return (number of units, how many numbers the tensors hold for each unit)."""
         held = [each * part.numel // part.shape[axis] for part, _, axis, _, each in self.parts]
         return self.units, sum(held)
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """Return the tensors."""
+        """Return the tensors of all parts."""
         return tuple(part for part, *_ in self.parts)
 
     @property
@@ -216,7 +219,7 @@ class WholeHeads:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """Return the names of the couplings of query, key and value."""
+        """Return (query, key, value): the couplings' names."""
         return self.query, self.key, self.value
 
 
@@ -254,7 +257,7 @@ class Coupling:
 
     @property
     def needs(self) -> Iterator[str]:
-        """Yield the names of the couplings that are solved with it or before it."""
+        """Yield the names of the couplings that are solved together with this coupling, or before it."""
         made_from = [self.first, self.second]
         if self.whole_heads is not None:
             yield from self.whole_heads.names

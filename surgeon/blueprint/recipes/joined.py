@@ -35,14 +35,14 @@ class ExpertLayout:
         return not (self.transposed or self.interleaved)
 
     def used(self, stored: Tensor) -> Tensor:
-        """Return the matrix as it is used."""
+        """Return a stored matrix as it is used: outputs × inputs, the gate's rows first."""
         import torch
 
         own = stored.T.contiguous() if self.transposed else stored
         return torch.cat([own[::2], own[1::2]]) if self.interleaved else own
 
     def stored(self, used: Tensor) -> Tensor:
-        """Return the matrix as it is stored."""
+        """Return a used matrix (outputs × inputs, the gate's rows first) as it is stored."""
         import torch
 
         own = torch.stack(used.chunk(2), dim=1).flatten(0, 1) if self.interleaved else used
@@ -96,7 +96,11 @@ class Joined(Recipe):
         return whole
 
     def compute_in_pieces(self, bench: Bench) -> Iterator[memoryview | Tensor]:
-        """Yield the parts in order, if they are stored so; no more of a part is in memory than it makes at once."""
+        """Yield the whole tensor's bytes in order, part by part where the parts lie one after another.
+
+        Then only as much of a part is in memory as its recipe makes at once. Otherwise the whole tensor is yielded at
+        once.
+        """
         if self.layout is not None and self._before == 1:
             for part in self._in_turn(bench):
                 yield self.layout.stored(bench.compute(part))
@@ -108,7 +112,7 @@ class Joined(Recipe):
             yield from part.compute_in_pieces(bench)
 
     def _in_turn(self, bench: Bench) -> Iterator[Recipe]:
-        """Yield the parts; free the maps that only one part needs after that part."""
+        """Yield the parts; after each part, free the maps that no other part needs."""
         users = Counter(name for part in self.parts for name in part.maps)
         for part in self.parts:
             yield part
@@ -138,6 +142,7 @@ class Joined(Recipe):
         )
 
     def _stacked(self, parts: Sequence[Pieces]) -> Pieces:
+        """Return the parts' pieces, each at its place in the whole; none where the layout rearranges the parts."""
         return stacked(parts, before=self._before) if self._as_they_are else Pieces(self.nbytes, ())
 
     @property
@@ -147,7 +152,10 @@ class Joined(Recipe):
 
     @property
     def named_values(self) -> Iterator[tuple[str, Pieces]]:
-        """Yield the parts' named values, at their places in the whole."""
+        """Yield (digest, pieces) of the parts' named values, at their places in the whole.
+
+        Yields nothing where a layout rearranges the parts.
+        """
         if not self._as_they_are:
             return
         sizes = [part.nbytes // self._before for part in self.parts]
@@ -163,7 +171,7 @@ class Joined(Recipe):
 
     @property
     def _before(self) -> int:
-        """Return how many runs of bytes each part is divided into."""
+        """Return the number of runs into which each part's bytes are divided: the product of the axes before `axis`."""
         return math.prod(self.parts[0].shape[: self.axis])
 
 

@@ -57,7 +57,7 @@ class Means(Recipe):
         return torch.cat([*self.compute_in_pieces(bench)])
 
     def compute_in_pieces(self, bench: Bench) -> Iterator[Tensor]:
-        """Yield the rows a few at a time."""
+        """Yield the new rows a few at a time; the mean of all rows is computed only where an entry is empty."""
         import torch
 
         every = None if all(self.made_of) else self._of_all(bench)
@@ -100,6 +100,7 @@ def _summed(rows: Tensor) -> Tensor:
 
 
 def _mean(rows: Sequence[Tensor]) -> Tensor:
+    """Return the mean of rows, summed in float64 and rounded once to the rows' dtype."""
     import torch
 
     return torch.stack(list(rows)).double().mean(0).to(rows[0].dtype)

@@ -64,7 +64,7 @@ class Recipe(ABC):
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """Return the recipes whose results it needs."""
+        """Return the recipes whose results this recipe needs; none by default."""
         return ()
 
     @property
@@ -124,15 +124,15 @@ class Recipe(ABC):
 
     @property
     def named_values(self) -> Iterable[tuple[str, Pieces]]:
-        """Return the parts whose values the recipe itself fixes: each digest, and its bytes of the tensor.
+        """Return (digest, pieces) for each part of the tensor whose values the recipe itself fixes; nothing by default.
 
-        The bytes are given as pieces of a tensor called "", which stands for the recipe itself.
+        The pieces are bytes of a tensor called "", which stands for the recipe itself.
         """
         return ()
 
     @property
     def sources(self) -> Iterable[str]:
-        """Return the names of the base's tensors that it is made of, each once."""
+        """Return the names of the base's tensors that this tensor is made of, each once."""
         return dict.fromkeys(span.tensor for leaf in self.leaves for span in leaf.pieces.spans)
 
     @property
@@ -171,14 +171,17 @@ class Recipe(ABC):
         return (each for each in self.walk() if not each.inputs)
 
     def walk(self) -> Iterator[Recipe]:
-        """Yield the recipe and everything that it is made of, depth first."""
+        """Yield the recipe and every recipe that it is made of, depth first, repeats included."""
         yield self
         for each in self.inputs:
             yield from each.walk()
 
 
 def row_batches(recipe: Recipe) -> Iterator[tuple[int, int]]:
-    """Yield batches of a tensor's rows as (first, stop): as many rows as fit a core's cache in float64."""
+    """Yield a tensor's rows in batches (first, stop), at least one row each.
+
+    A batch has at most about `_ROW_BYTES_AT_ONCE` stored bytes, so that it fits a core's cache in float64 too.
+    """
     count = recipe.shape[0]
     at_once = max(1, _ROW_BYTES_AT_ONCE * count // max(1, recipe.nbytes))
     return ((begin, min(begin + at_once, count)) for begin in range(0, count, at_once))
@@ -220,13 +223,13 @@ class Bench(Protocol):
         """Read a recipe's pieces of the base as a tensor. Raises BadInput where a number is not finite."""
 
     def read_rows(self, recipe: Recipe, begin: int, end: int) -> tuple[memoryview, Tensor]:
-        """Read some rows of a tensor of the base, as bytes and as numbers.
+        """Read rows `begin:end` of a tensor of the base; return (bytes, numbers).
 
         Raises BadInput where a number is not finite.
         """
 
     def imported(self, place: Place, name: str, tensor: str) -> Tensor:
-        """Return a tensor of an adapter, or of another model. Raises BadInput where a number of it is not finite."""
+        """Return a tensor of the adapter or other model `name`. Raises BadInput where a number of it is not finite."""
 
     def draws(self, key: str) -> np.random.Generator:
         """Return a generator seeded by the plan's seed and `key`: equal on all platforms, in any tensor order."""
@@ -238,10 +241,10 @@ class Bench(Protocol):
         """Return the rows of the lower layer, after T_in, for which the map of a coupling was solved."""
 
     def align_columns(self, matrix: Tensor, ref: MapRef) -> Tensor:
-        """Return a matrix with its columns aligned along a map."""
+        """Return a matrix with its columns aligned along the map of `ref`."""
 
     def align_rows(self, matrix: Tensor, ref: MapRef) -> Tensor:
-        """Return a matrix with its rows aligned along a map."""
+        """Return a matrix with its rows aligned along the map of `ref`."""
 
     def forget(self, couplings: Iterable[str]) -> None:
         """Free maps that are not needed soon; a map that is needed again is solved again."""
@@ -261,4 +264,4 @@ class Bench(Protocol):
         """Record under `name` what a merge changed in a tensor, and how much of it rounding keeps."""
 
     def stage(self, name: str) -> AbstractContextManager[object]:
-        """Time a stage of the work."""
+        """Return a context manager that records under `name` how long the work within it takes."""

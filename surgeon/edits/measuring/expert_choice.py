@@ -59,9 +59,13 @@ class _Block:
 
 
 class Experts:
-    """A base and two parts of a text: experts are judged on the first, and their cost is measured on the second."""
+    """A base and two parts of a text: the first gives the experts' scores, the second the cost of losing experts."""
 
     def __init__(self, folder: CheckpointFolder, layers: Mapping[int, int], judged: Tensor, measured: Tensor) -> None:
+        """Open the base, score its experts on the tokens `judged`, and measure its loss on the tokens `measured`.
+
+        `layers` maps each layer with experts to their number.
+        """
         self.model = StreamedModel(folder, device=devices.resolve("auto"))
         self._judged, self._measured = judged, measured
         self.predictions = measured.numel() - len(measured)
@@ -95,7 +99,7 @@ class Experts:
 
     @property
     def before(self) -> Estimate:
-        """Return the base's loss on the held-out text, in nats a token."""
+        """Return the base's loss on the held-out text, in nats per token."""
         return _estimate(self._before)
 
     def scores(self, by: By) -> dict[int, list[float]]:
@@ -106,12 +110,12 @@ class Experts:
         return {layer: values.tolist() for layer, values in found.items()}
 
     def cost(self, kept: Kept) -> Estimate:
-        """Return how the held-out loss grows where only these experts stay: the mean over windows, and its interval."""
+        """Return how the held-out loss grows where only the experts `kept` stay: a mean, and its interval."""
         with self._only(kept):
             return _estimate(self._losses(self._measured) - self._before)
 
     def _costs(self) -> dict[int, list[float]]:
-        """Return the growth of the loss on the judged text without each single expert."""
+        """Return, by layer, the growth of the loss on the first text without each single expert."""
         before = float(self._losses(self._judged).mean())
         found: dict[int, list[float]] = {}
         for layer, block in self._blocks.items():
@@ -122,7 +126,7 @@ class Experts:
         return found
 
     def _judge(self) -> None:
-        """Run the base on the judged text, and add up each expert's outputs."""
+        """Fill `reap` and `frequency` by running the base on the first text."""
         handles = [
             block.experts.register_forward_pre_hook(
                 lambda module, given, named, layer=layer: self._add(layer, module, [*given, *named.values()]),
@@ -137,7 +141,10 @@ class Experts:
             total.div_(self.frequency[layer].clamp_min(1))
 
     def _add(self, layer: int, module: nn.Module, given: list[Any]) -> None:
-        """Run each expert on only its own tokens, with a weight of one, and add up norms and counts."""
+        """Run each expert on only its own tokens, with a weight of one, and add its outputs to the sums.
+
+        `reap` gets norms times router weights, `frequency` gets counts.
+        """
         states, index, weights = _given(given, layer)
         for number in torch.unique(index).tolist():
             at = (index == number).nonzero()
@@ -166,7 +173,7 @@ class Experts:
 
     @contextmanager
     def _only(self, kept: Kept) -> Iterator[None]:
-        """Reduce the layers to these experts within the context, as in a model with so many experts."""
+        """Reduce the layers to the experts `kept` within the context, as in a model with only these experts."""
         blocks = [(self._blocks[layer], torch.tensor(list(numbers))) for layer, numbers in kept.items()]
         handles = []
         for block, numbers in blocks:
@@ -232,7 +239,7 @@ def _block(layer: nn.Module, number: int, count: int) -> _Block:
 
 
 def _given(given: list[Any], layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return states, expert numbers and weights of the tokens, from the inputs of the experts' module.
+    """Return (states, expert numbers, weights) of the tokens, from the inputs of the experts' module.
 
     Raises BadInput where the inputs have another form.
     """
@@ -248,6 +255,7 @@ def _given(given: list[Any], layer: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _windows(base: CheckpointFolder, text: Path, window: int, windows: int, vocabulary: int) -> Tensor:
+    """Return `windows` windows of a text's tokens, (windows, window). Raises BadInput where the text is too short."""
     found = token_batches(base.path, text=text, window=window, windows=windows, vocabulary=vocabulary).ids
     if len(found) < windows:
         raise BadInput(
@@ -258,6 +266,7 @@ def _windows(base: CheckpointFolder, text: Path, window: int, windows: int, voca
 
 
 def _estimate(values: Tensor) -> Estimate:
+    """Return the mean of values with its interval."""
     from scipy.special import stdtrit
 
     mean, count = float(values.mean()), len(values)

@@ -30,9 +30,9 @@ _FFNS = (
 
 @dataclass(frozen=True)
 class Mixture:
-    """The wanted mixture: `experts` copies of the base's MLP, each cut into `segments`; a token takes `top_k` copies.
+    """The wanted mixture: `experts` copies of the base's MLP, each cut into `segments`; a token goes to `top_k` copies.
 
-    So there are experts · segments experts, of which top_k · segments are chosen. `balance` is the coefficient of the
+    So a layer has experts · segments experts, of which top_k · segments are chosen. `balance` is the coefficient of the
     loss that spreads tokens over experts; 0 means no such loss. `plain` are the layers that keep their MLP.
     """
 
@@ -50,7 +50,7 @@ class Mixture:
 
     @property
     def chosen(self) -> int:
-        """Return how many of them a token takes."""
+        """Return to how many of a layer's experts a token goes."""
         return self.top_k * self.segments
 
 
@@ -86,13 +86,19 @@ class Dense:
         layers: Iterable[Mapping[str, tuple[int, ...]]],
         stem: str = STEM,
     ) -> Dense:
-        """Return a base as transformers builds it. Raises NoTarget where its layers fit no class."""
+        """Return a base as transformers builds it.
+
+        Raises NoTarget where its layers fit no class, or BadInput like `check`.
+        """
         dense = cls(config, skeleton.text.to_dict(), tuple(layers), stem)
         dense.check()
         return dense
 
     def check(self) -> None:
-        """Raise NoTarget for layers without an FFN of plain matrices, BadInput where all FFNs have experts."""
+        """Raise NoTarget where no class can hold the FFNs (none of plain matrices, biases, or several widths).
+
+        Raises BadInput where all FFNs have experts.
+        """
         mixed = next((index for index, shapes in enumerate(self.layers) if _experts_in(shapes)), None)
         if mixed is not None and self.holders:
             raise NoTarget(
@@ -119,7 +125,10 @@ class Dense:
 
     @functools.cached_property
     def ffn(self) -> tuple[str, str, str]:
-        """Return the names of gate, up and down below a layer."""
+        """Return (gate, up, down): the modules' names below a layer.
+
+        Gate is empty without a gate, and equals up where fused.
+        """
         return next(names for names in _FFNS if any(_has(shapes, names) for shapes in self.layers))
 
     @functools.cached_property
@@ -141,11 +150,12 @@ class Dense:
     @property
     def roles(self) -> tuple[str, ...]:
         """Return the roles of the FFN's matrices: gate (if it has one), up and down."""
+        # Without a gate, its name is empty, and the slice begins at 1 (True).
         return ("gate", "up", "down")[not self.ffn[0] :]
 
     @functools.cached_property
     def kinds(self) -> dict[int, Mapping[str, tuple[int, ...]]]:
-        """Return, by number, the layers whose tensors differ from those of all earlier layers."""
+        """Return the shapes in the first layer of each kind, by the layer's number."""
         found: dict[int, Mapping[str, tuple[int, ...]]] = {}
         for index, shapes in enumerate(self.layers):
             if all(shapes != other for other in found.values()):
@@ -174,7 +184,7 @@ class Dense:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Return the numbers of query heads and of key-value heads."""
+        """Return (query heads, key-value heads)."""
         heads = int(self.full["num_attention_heads"])
         return heads, int(self.full.get("num_key_value_heads") or heads)
 
@@ -196,7 +206,7 @@ class Dense:
         return int(window)
 
     def source(self, role: str) -> Take:
-        """Return the rows of the base's layer that hold a matrix of attention or MLP."""
+        """Return the rows of the base's layer that hold the matrix of this role, of attention or MLP."""
         gate, up, down = (f"{name}.weight" for name in self.ffn)
         whole = {"gate": gate, "up": up, "down": down, "query": QUERY, "key": KEY, "value": VALUE}[role]
         if self.fused and role in ("gate", "up"):
@@ -210,6 +220,7 @@ class Dense:
 
 
 def _has(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, str, str]) -> bool:
+    """Return whether a layer has all matrices of an FFN with these names."""
     return all(f"{name}.weight" in shapes for name in names if name)
 
 

@@ -44,13 +44,14 @@ def dense_of(config: Mapping[str, Any], layers: Sequence[Mapping[str, tuple[int,
 def target_for(dense: Dense, mixture: Mixture, named: str | None = None) -> Target:
     """Return the class that holds a base as such a mixture; `named` is the class that a plan chooses.
 
-    Raises NoTarget where no class does, with the reason for each.
+    Raises NoTarget where no class does, with the reason for each, and BadInput where the named class has no such form.
     """
     check_divides(mixture, dense.width)
     own = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
     asked = [target for target in own if target.is_near(dense)]
 
     def why_not(target: Target) -> str:
+        """Return why this class does not hold the base as the mixture; empty where it does."""
         uneven = f"it multiplies experts of a multiple of {_GROUPED} neurons, and the base has {dense.width}"
         refusal = target.refusal(mixture)
         first = mixture.plain[:1] and dense.holders[:1]
@@ -81,6 +82,7 @@ def target_for(dense: Dense, mixture: Mixture, named: str | None = None) -> Targ
 
 
 def _type(dense: Dense) -> str:
+    """Return the base's model type."""
     return str(dense.config.get("model_type"))
 
 
@@ -107,6 +109,7 @@ def _check_segments(dense: Dense, mixture: Mixture) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _dense(told: str) -> Dense:
+    """Return the base from its JSON text `told`; kept, because building it takes time."""
     config, kinds, numbers, stem = json.loads(told)
     shapes = [{suffix: tuple(shape) for suffix, shape in kind.items()} for kind in kinds]
     return Dense.of(config, build(config), [shapes[number] for number in numbers], stem)
@@ -140,6 +143,7 @@ def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, 
     wanted = {n: s for n, s in other.shapes.items() if n.startswith(inside) or not n.startswith(f"{other.stack}.")}
 
     def told(name: str) -> str:
+        """Return a tensor's name for messages, within its layer."""
         return printable(next((name.removeprefix(each) for each in inside if name.startswith(each)), name))
 
     found = made_of(other.model, planned)

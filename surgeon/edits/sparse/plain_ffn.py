@@ -71,6 +71,7 @@ def dense_sites(draft: Draft, selector: LayerSelector) -> dict[int, PlainFFN]:
 
 
 def _plain_ffn(parts: tuple[Part, ...]) -> PlainFFN | None:
+    """Return the FFN of a layer with these parts; None where it has experts, or its matrices are not known."""
     if any(part.expert is not None for part in parts):
         return None
     takes: dict[tuple[str, Role], Take] = {}
@@ -92,6 +93,7 @@ def routed_tensors(ffn: PlainFFN, mixture: Mixture, hidden: int) -> list[Made]:
     numbers = [expert % mixture.segments for expert in range(mixture.count)]
 
     def all_of(take: Take) -> tuple[Take, ...]:
+        """Return the rows of all experts, each its segment."""
         return tuple(take.part(number, mixture.segments) for number in numbers)
 
     made = [Made(f"{ROUTED}router", (mixture.count, hidden), "router")]

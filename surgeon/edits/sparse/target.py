@@ -131,7 +131,7 @@ class Target:
         return made
 
     def exact(self, dense: Dense) -> bool:
-        """Return whether the base's own MLP is computed bit for bit as in the base."""
+        """Return whether the base's own MLP is computed bit for bit as in the base (never where experts are copies)."""
         return self.form == "shared" and (self.fused == dense.fused or dense.width % _ALIGNED == 0)
 
     def layer(self, dense: Dense, mixture: Mixture) -> list[Made]:
@@ -181,6 +181,7 @@ class Target:
         return ({*dense.matrices} | ({JOINT} & dense.shapes.keys())) - kept
 
     def _experts(self, dense: Dense, mixture: Mixture) -> list[Made]:
+        """Return the experts' tensors, where each expert has tensors of its own."""
         made: list[Made] = []
         width = dense.width // mixture.segments
         for expert in range(mixture.count):
@@ -195,6 +196,7 @@ class Target:
         return made
 
     def _stacked(self, dense: Dense, mixture: Mixture) -> list[Made]:
+        """Return the experts' tensors, where one tensor holds all experts."""
         inner, outer = (self.expert.format(word) for word in self.words)
         width = dense.width // mixture.segments
         gate, up, down = (dense.source(role) for role in _GATED)
@@ -210,6 +212,7 @@ class Target:
 
 
 def _kept(suffix: str, columns: int, *takes: Take) -> Made:
+    """Return a tensor that the base computes with, made of these rows."""
     rows = sum(take.stop - take.start for take in takes)
     return Made(suffix, (rows, columns), "kept", takes)
 

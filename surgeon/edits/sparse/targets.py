@@ -11,6 +11,7 @@ from surgeon.errors import BadInput
 
 
 def _without_window(dense: Dense) -> None:
+    """Raise BadInput where the base has an attention window, for classes that have none."""
     if dense.window is not None:
         raise BadInput(f"it has no attention window, and the base one of {dense.window} tokens; use another `target`")
 
@@ -31,12 +32,14 @@ def _sigmoid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _glm4_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of GLM-4 MoE. Raises BadInput for a base with an attention window."""
     _without_window(dense)
     normed = "self_attn.q_norm.weight" in dense.shapes
     return _sigmoid(dense, mixture) | {"use_qk_norm": normed, "num_nextn_predict_layers": 0}
 
 
 def _dots1(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of dots1; each layer keeps the attention window that it has in the base, or none."""
     layers, types = dense.full["num_hidden_layers"], dense.full.get("layer_types")
     try:
         window = dense.window
@@ -48,11 +51,13 @@ def _dots1(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _mixtral(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Mixtral, without noise in the router."""
     width = dense.width // mixture.segments
     return {"intermediate_size": width, "sliding_window": dense.window, "router_jitter_noise": 0.0}
 
 
 def _qwen3_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Qwen3 MoE; layers in `plain` keep their MLP."""
     window = dense.window
     return {
         "moe_intermediate_size": dense.width // mixture.segments,
@@ -65,6 +70,10 @@ def _qwen3_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _granite(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Granite MoE, with the base's multipliers.
+
+    Raises BadInput for a base with an attention window.
+    """
     _without_window(dense)
     full = dense.full
     made = {
@@ -78,6 +87,7 @@ def _granite(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _flex_olmo(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of FlexOlmo. Raises BadInput for a base with an attention window."""
     _without_window(dense)
     return {"intermediate_size": dense.width // mixture.segments, "norm_topk_prob": True}
 
@@ -87,11 +97,13 @@ _IDLE = 8
 
 
 def _qwen2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Qwen2 MoE, whose shared expert is idle."""
     biased = any(suffix.endswith("q_proj.bias") for suffix in dense.shapes)
     return _qwen3_moe(dense, mixture) | {"shared_expert_intermediate_size": _IDLE, "qkv_bias": biased}
 
 
 def _ernie4_5_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Ernie 4.5 MoE. Raises BadInput for a base with an attention window."""
     _without_window(dense)
     return {
         "moe_intermediate_size": dense.width // mixture.segments,
@@ -106,6 +118,7 @@ def _ernie4_5_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _cohere2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Cohere2 MoE. Raises BadInput for a base without its norms or types of layers."""
     full = dense.full
     if full.get("layer_norm_eps") is None or not full.get("layer_types"):
         raise BadInput("it has layers with and without a window and norms with a mean; use another `target`")
@@ -123,6 +136,7 @@ def _cohere2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _hunyuan(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of HunYuan MoE. Raises BadInput for a shared expert next to cut experts."""
     if mixture.form == "shared" and mixture.segments > 1:
         raise BadInput("its experts are as wide as its shared one; use no `fine_grained`")
     width = dense.width // mixture.segments
@@ -130,7 +144,7 @@ def _hunyuan(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _lfm2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
-    """Return the fields; the dense class rounds the FFN's `intermediate_size`, and this class takes it as it is."""
+    """Return the fields of LFM2 MoE; the dense class rounds `intermediate_size`, this class uses it unrounded."""
     return {
         "intermediate_size": dense.width,
         "moe_intermediate_size": dense.width // mixture.segments,
@@ -144,6 +158,7 @@ def _lfm2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _nemotron_h(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Nemotron-H, with the types of layers in the form that the base's config has."""
     sparse = set(dense.holders) - set(mixture.plain)
     types = ["moe" if index in sparse else kind for index, kind in enumerate(dense.full["layers_block_type"])]
     letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
@@ -163,6 +178,7 @@ def _nemotron_h(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _granitemoehybrid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Granite MoE hybrid; for copies, the shared MLP is idle."""
     return {
         "intermediate_size": dense.width // mixture.segments,
         "shared_intermediate_size": dense.width if mixture.form == "shared" else _IDLE,
@@ -172,6 +188,7 @@ def _granitemoehybrid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 def _qwen3_5_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Qwen3.5 MoE, whose shared expert is idle."""
     return {
         "moe_intermediate_size": dense.width // mixture.segments,
         "shared_expert_intermediate_size": _IDLE,

@@ -45,6 +45,10 @@ class Probe:
     """A twin of the base and a wider twin, with the inputs of each of the base twin's modules."""
 
     def __init__(self, base: Skeleton, wide: Skeleton, derived: Derived, times: int) -> None:
+        """Run the base's twin once to record inputs, and find which tensors grow, along which axes.
+
+        Sets `odd` where a tensor of the wider twin is not `times` as large.
+        """
         self._base, self._wide, self._kind_of, self._times = base, wide, derived.kind_of, times
         self._derived = derived
         self._calls: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
@@ -75,6 +79,7 @@ class Probe:
         for path, module in self._base.model.named_modules():
 
             def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
+                """Record the inputs of a module's first call."""
                 self._calls.setdefault(path, (module, args, kwargs))
 
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
@@ -85,7 +90,8 @@ class Probe:
     def trials(self) -> Iterator[Trial]:
         """Yield trials, the likeliest first: sides that outputs show, and both sides for axes that no output shows.
 
-        Raises BadInput for a tensor that does not affect the twin's logits.
+        Yields nothing where the wider twin has tensors of other sizes (`odd`). Raises BadInput for a tensor that does
+        not affect the twin's logits.
         """
         if self.odd:
             return
@@ -105,7 +111,7 @@ class Probe:
                 yield Trial(known | dict(zip(unknown, sides, strict=True)), split)
 
     def _first_ones(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield what grows outside the layers, and in the lowest layer of each kind."""
+        """Yield (name, axes) for each tensor that grows outside the layers, or in the lowest layer of each kind."""
         firsts = {self._kind_of.index(kind) for kind in self._kind_of}
         for name, axes in self._grows.items():
             layer = self._layer_of(name)
@@ -113,7 +119,7 @@ class Probe:
                 yield name, axes
 
     def _layer_of(self, name: str) -> tuple[int, str] | None:
-        """Return the layer that a tensor belongs to, and its name there; None for a tensor outside the layers."""
+        """Return (layer, name in the layer) of a tensor; None for a tensor outside the layers."""
         stem = f"{self._base.stack}."
         if not name.startswith(stem):
             return None
@@ -186,7 +192,7 @@ class Probe:
         )
 
     def _shares(self, name: str, axis: int, split: str, of: Skeleton) -> tuple[int, ...]:
-        """Return the proportions of the parts of an axis, where twin and base divide it alike; otherwise (1,)."""
+        """Return the proportions of the parts of an axis; (1,) where twin and base divide it into different numbers."""
         found: list[tuple[int, ...]] = []
         for each in (self._base, self._derived.skeleton):
             size, sizes, heads = each.shapes[name][axis], each.sizes, heads_of(each)
@@ -195,6 +201,7 @@ class Probe:
             elif split == "heads" and size == sum(heads) * sizes.head_dim:
                 found.append(heads)
         fits = len(found) > 1 and len(found[0]) == len(found[1])
+        # False is 0, the twin; True is 1, the base.
         return found[of is not self._base] if fits else (1,)
 
     def _behind(self, name: str) -> float | None:
@@ -217,7 +224,7 @@ class Probe:
         return null_of(module, scale, scale.detach().clone()) or 0.0
 
     def by_kind(self, trial: Trial) -> tuple[tuple[dict[str, Axes], ...], dict[str, Axes]]:
-        """Return what grows in each kind of layers of the base, and outside the layers."""
+        """Return (kinds, outer): what grows in each kind of layers of the base, and outside the layers, by name."""
         kinds: list[dict[str, Axes]] = [{} for _ in range(max(self._kind_of) + 1)]
         outer: dict[str, Axes] = {}
         for name, _ in self._first_ones():
@@ -231,7 +238,7 @@ class Probe:
 
 @contextlib.contextmanager
 def _moved(value: Tensor, axis: int) -> Iterator[None]:
-    """Change the numbers of a slice of a tensor within the context."""
+    """Change the numbers of one slice of a tensor within the context, and restore them afterwards."""
     part = value.select(axis, min(_SLICE, value.shape[axis] - 1))
     kept = part.clone()
     part.mul_(0.5).add_(0.25)
@@ -285,7 +292,7 @@ def widened(value: Tensor, axis: Axis, times: int) -> Tensor:
 
 
 def heads_of(twin: Skeleton) -> tuple[int, int, int]:
-    """Return the numbers of query, key and value heads."""
+    """Return (query heads, key heads, value heads); keys and values have equally many."""
     heads = twin.sizes.heads
     keys = (value for key, value in flat_fields(twin.text.to_dict()) if KEYS.fullmatch(key) and type(value) is int)
     count = next(keys, heads)

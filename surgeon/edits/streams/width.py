@@ -47,9 +47,10 @@ _SEED, _WIDE_SEED = 3, 7
 
 @kept
 def wider_stream(base: Derivation, times: int) -> Stream:
-    """Return what grows in a model whose stream is `times` as wide, by names on disk, and the new values.
+    """Return (fields, kinds, outer) for a stream `times` as wide: config fields, and growing axes by names on disk.
 
-    Raises BadInput where no twin with random values computes what the base's twin computes.
+    `kinds` has the axes for each kind of layers, `outer` outside the layers. Raises BadInput where no twin with random
+    values computes what the base's twin computes.
     """
     seen = base.seen
     fields, kinds, outer = _in_memory(seen.config, seen.derived, times)
@@ -150,6 +151,7 @@ def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
     for twin in (base, wider):
 
         def reach(_module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            """Record the first layer's input."""
             reached.append(given[0] if given else named["hidden_states"])
 
         handle = twin.layers[0].register_forward_pre_hook(reach, with_kwargs=True)
@@ -161,9 +163,10 @@ def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
 
 
 def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[str, int]) -> tuple[Skeleton, Skeleton]:
-    """Return a twin of the base, and a wider twin with other weights, whose `fields` change in the same proportion.
+    """Return (base, wide): a twin of the base, and a wider twin with other weights.
 
-    All other fields of the wider twin are those of the base's twin. Raises BadInput.
+    The wider twin's `fields` change in the same proportion as the base's; all its other fields are those of the base's
+    twin. Raises BadInput where transformers cannot build one.
     """
     small = shrunk(config, heads_left=derived.heads)
     heads, keys, _ = heads_of(derived.skeleton)
@@ -193,6 +196,7 @@ def _choices(config: Mapping[str, Any], skeleton: Skeleton, times: int) -> Itera
     called = skeleton.text.attribute_map
 
     def spelled(key: str) -> list[str]:
+        """Return the names under which the config has a field: the class's own name for it, the common one, or both."""
         names = dict.fromkeys((called.get(key, key), key))
         return [name for name in names if name in stated] or [next(iter(names))]
 

@@ -127,7 +127,7 @@ def grow(
 
 
 def tokenizer_json(base: CheckpointFolder) -> tuple[dict[str, bytes], TokenizerJson]:
-    """Return the side files of `base` by name, and its tokenizer.json.
+    """Return (files, tokenizer): the side files of `base` by name, and its parsed tokenizer.json.
 
     Raises BadInput where it has none of a known kind.
     """

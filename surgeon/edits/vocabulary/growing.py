@@ -54,7 +54,7 @@ class Old:
 
 
 def check_ids(old: Old, wanted: Mapping[str, int], found: Mapping[str, int]) -> None:
-    """Raise BadInput where transformers gives a token another id than wanted, or has a token too many."""
+    """Raise BadInput where transformers gives a token another id than `wanted`, or has a token that is not wanted."""
     for content in {**wanted, **found}:
         if found.get(content) != wanted.get(content):
             raise BadInput(
@@ -75,7 +75,7 @@ class New:
     merges: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, token: NewToken, made_of: tuple[int, ...]) -> None:
-        """Add one token."""
+        """Add one token, made of the old ids `made_of`."""
         if token.merge is not None:
             self.merges[token.merge] = len(self.tokens)
         self.tokens.append(token)
@@ -101,7 +101,10 @@ class Maker:
         return (number,) if number < self.old.rows else self.new.made_of[number - self.old.rows]
 
     def join(self, one: int, other: int, _new: int) -> bool:
-        """Add the token that a pair makes; return False where it is not allowed."""
+        """Add the token that the pair (one, other) makes, and return True; return False where it is not allowed.
+
+        The last argument, the new id, is not needed: ids follow from the order.
+        """
         if one in self.old.refused or other in self.old.refused:
             return False
         read = self.old.read

@@ -58,6 +58,7 @@ def learned(old: Old, tokenizer: Tokenizer, wanted: LearnedTokens, listener: Lis
     listener.begin("learning", wanted.count, "tokens")
 
     def join(one: int, other: int, new_id: int) -> bool:
+        """Join a pair where that is allowed, and report progress."""
         joined = maker.join(one, other, new_id)
         listener.advance(int(joined))
         return joined
@@ -79,7 +80,10 @@ def learned(old: Old, tokenizer: Tokenizer, wanted: LearnedTokens, listener: Lis
 def _allowed(
     old: Old, how: How, kept: Mapping[str, int], segmented: Mapping[str, Sequence[int]]
 ) -> Callable[[Pair, str], bool]:
-    """Return the test of whether a pair, which makes a piece of this content, may be joined."""
+    """Return the test `allowed(pair, content)`: whether a pair, which makes a piece of this content, may be joined.
+
+    `kept` are the words of `keep`, `segmented` their ids.
+    """
     if how == "appended":
         return lambda _pair, _content: True
     if how == "non_ascii":
@@ -215,7 +219,10 @@ def _join(
     where: defaultdict[Pair, set[int]],
     index: int,
 ) -> set[Pair]:
-    """Join a pair in one word, from left to right; return pairs that are new in the word."""
+    """Join a pair in one word, from left to right, and return the pairs that are new in the word.
+
+    Updates `counts` and `where`.
+    """
     before = Counter(pairwise(ids))
     made: list[int] = []
     at = 0

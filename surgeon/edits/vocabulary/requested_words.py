@@ -48,7 +48,10 @@ def marked_once(tokenizer: Tokenizer, wanted: Sequence[str]) -> list[str]:
 
 
 def requested_tokens(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], listed: Listed) -> New:
-    """Return the tokens that make whole words; with BPE, also the intermediate pieces."""
+    """Return the tokens that make whole words; with BPE, also the intermediate pieces.
+
+    Raises BadInput for a word that is already a token, or cannot become one.
+    """
     new = New()
     maker = Maker(old, new, lambda _pair, _content: True, _LONGEST)
     cut = list(_cut(tokenizer, wanted))
@@ -100,6 +103,7 @@ def check_new(
             twice[nth] = words[word]
 
     def rest(numbers: Sequence[int]) -> str:
+        """Return words for a message on the other entries that are wrong in the same way."""
         if len(numbers) == 1:
             return "; leave it out"
         others = ", ".join(
@@ -129,7 +133,7 @@ def check_new(
 
 
 def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[tuple[str, list[str], list[int]]]:
-    """Yield each text, the words it is cut into, and the tokens of a text that is one word."""
+    """Yield (text, words, ids) for each text: the words it is cut into, and the tokens of a text that is one word."""
     for begin in range(0, len(texts), _WORDS_AT_ONCE):
         part = texts[begin : begin + _WORDS_AT_ONCE]
         cut = tokenizer.cut(part)
@@ -139,6 +143,10 @@ def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[tuple[str, list
 
 
 def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
+    """Add the token of one word, with the characters and, for BPE, the intermediate pieces that it needs.
+
+    `ids` are the word's old pieces. Raises BadInput where the word cannot become one token.
+    """
     old, new = maker.old, maker.new
     if old.read.byte_tokens:
         for character in dict.fromkeys(word):

@@ -49,6 +49,7 @@ def segmented_words(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, lis
 
 
 def _texts(paths: Sequence[Path]) -> Iterator[str]:
+    """Yield the documents of all files."""
     for path in paths:
         yield from documents_of(path)
 
@@ -107,6 +108,7 @@ def digest_of(paths: Sequence[Path]) -> str:
 
 
 def _within(batch: Sequence[str], left: int) -> Iterator[str]:
+    """Yield texts until they have `left` characters together."""
     for text in batch:
         if left <= 0:
             return

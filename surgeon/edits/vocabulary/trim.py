@@ -31,7 +31,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """The tokens that stay: those that texts use often enough, those of listed words, and those of scripts."""
+    """The tokens that stay: tokens that texts use often enough, the tokens of listed words, and the tokens of scripts.
+
+    `least` is how often the texts must use a token, `most` how many of these tokens stay at most (None: all).
+    """
 
     texts: tuple[Path, ...] = ()
     least: int = 1
@@ -42,7 +45,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Trimmed:
-    """A trimmed vocabulary: the ids that stay in order, why each group stays, and the effect on texts."""
+    """A trimmed vocabulary: the ids that stay (`kept`, in order), and why each group stays (`how`).
+
+    `files` are the changed files by name; None: the file is left out. `measured` is the effect on texts.
+    """
 
     kind: str
     how: str
@@ -90,7 +96,7 @@ def trim(base: CheckpointFolder, wanted: Wanted, *, rows: int, multiple: int, me
         base: the checkpoint.
         wanted: the tokens of the plan.
         rows: the model's rows of embeddings.
-        multiple: the number of rows that stay is one of this.
+        multiple: the number of rows that stay is a multiple of this.
         measure: texts on which the change is measured, in addition to the texts of `wanted`.
 
     Raises:
@@ -132,7 +138,7 @@ def trim(base: CheckpointFolder, wanted: Wanted, *, rows: int, multiple: int, me
 def _keep_wanted(
     staying: _Staying, wanted: Wanted, old: Old, tokenizer: Tokenizer, counts: Mapping[int, int]
 ) -> list[str]:
-    """Keep what the plan names; return a description of each part."""
+    """Keep what the plan names; return words on each part."""
     said: list[str] = []
     named_ids: set[int] = set()
     if wanted.texts:
@@ -155,7 +161,7 @@ def _keep_wanted(
 
 
 def _keep_needed(staying: _Staying, base: CheckpointFolder, files: Mapping[str, bytes], tokenizer: Tokenizer) -> str:
-    """Keep what every text may need and what the base's files name; describe how many ids that added."""
+    """Keep what every text may need and what the base's files name; return words on how many ids that added."""
     added = staying.add(staying.closure.always())
     added += staying.add(tokenizer.all_special_ids)
     added += staying.add(tokenizer.ids(""))

@@ -69,6 +69,7 @@ def ids_named(data: Any) -> set[int]:
     found: set[int] = set()
 
     def note(number: int) -> int:
+        """Add an id to the found ones."""
         found.add(number)
         return number
 
@@ -77,7 +78,7 @@ def ids_named(data: Any) -> set[int]:
 
 
 def _members(data: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key and value, at any depth."""
+    """Yield (key, value) for every entry, at any depth."""
     for name, value in data.items() if isinstance(data, Mapping) else ():
         yield name, value
         yield from _members(value)
@@ -86,10 +87,12 @@ def _members(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names_ids(key: object) -> bool:
+    """Return whether the values of a key are token ids."""
     return isinstance(key, str) and (key.endswith(_IDS) or key in _LISTS)
 
 
 def _ids(value: Any, change: Callable[[int], int]) -> Any:
+    """Return an id, or a list of ids at any depth, with each id changed; other values stay."""
     if isinstance(value, list):
         return [_ids(each, change) for each in value]
     # True would also be an int in Python.
@@ -117,13 +120,13 @@ class Merges:
 
     @cached_property
     def ranks(self) -> dict[tuple[str, str], int]:
-        """Return the rank of each pair."""
+        """Return the rank of each pair: its number in the file's order, from 0."""
         return {pair: rank for rank, pair in enumerate(self.pairs)}
 
     def parts(self, content: str) -> set[str]:
-        """Return the pieces from which merges build a token, itself and its characters included.
+        """Return the pieces from which merges build a token, with the token and its characters.
 
-        Returns only the token where its merges lead to other tokens: then merges never make it from text.
+        Only the token is returned where its merges lead to other tokens: then merges never make it from text.
         """
         pieces, seen = list(content), {content, *content}
         while len(pieces) > 1:
@@ -157,10 +160,12 @@ class Closure:
 
     @cached_property
     def _merges(self) -> Merges:
+        """Return the tokenizer's merges."""
         return Merges(self.read)
 
     @cached_property
     def _contents(self) -> dict[int, str]:
+        """Return the tokens' contents by id."""
         return {number: content for content, number in self.read.vocabulary.items()}
 
     def of(self, number: int) -> set[int]:
@@ -198,13 +203,17 @@ def byte_characters() -> dict[int, str]:
 
 
 def ids_of_file(name: str, content: bytes) -> set[int]:
-    """Return the ids that a side file names outside its vocabulary, which must stay. Raises BadInput."""
+    """Return the ids that a side file names outside its vocabulary, which must stay; none for files without such ids.
+
+    Raises BadInput for a file that cannot be read, or that mixes ids with other numbers.
+    """
     if name == TOKENIZER_FILE:
         data = _parsed(name, content)
         found = ids_in({key: data[key] for key in ("padding", "truncation") if key in data}, name)
         found |= {pad} if type(pad := (data.get("padding") or {}).get("pad_id")) is int else set()
 
         def note(number: int) -> int:
+            """Add an id to the found ones."""
             found.add(number)
             return number
 
@@ -224,6 +233,7 @@ def trimmed_files(files: Mapping[str, bytes], kept: Sequence[int]) -> dict[str, 
     new = {old: number for number, old in enumerate(kept)}
 
     def change(number: int) -> int:
+        """Return the new id of a kept token; any other number as it is."""
         # A number that is no id of the base stays: -1, or a mark beyond the vocabulary.
         return new.get(number, number)
 
@@ -248,6 +258,7 @@ def trimmed_files(files: Mapping[str, bytes], kept: Sequence[int]) -> dict[str, 
 
 
 def _with_ids(name: str, content: bytes, change: Callable[[int], int]) -> bytes:
+    """Return a settings file with its ids changed; the same bytes where no id changes."""
     data = _parsed(name, content)
     made = renumbered(data, change)
     if isinstance(entries := data.get(_ADDED), Mapping):
@@ -256,6 +267,7 @@ def _with_ids(name: str, content: bytes, change: Callable[[int], int]) -> bytes:
 
 
 def _trimmed_json(content: bytes, new: Mapping[int, int], change: Callable[[int], int]) -> bytes:
+    """Return tokenizer.json with only the kept tokens and merges, under their new ids."""
     data = _parsed(TOKENIZER_FILE, content)
     read = TokenizerJson.parse(content)
     model = dict(data["model"])
@@ -277,12 +289,13 @@ def _trimmed_json(content: bytes, new: Mapping[int, int], change: Callable[[int]
 
 
 def _staying(read: TokenizerJson, new: Mapping[int, int]) -> Callable[[tuple[str, str]], bool]:
-    """Return the test of whether a merge joins two kept tokens into a kept token."""
+    """Return a test: whether a merge, given as a pair, joins two kept tokens into a kept token."""
     there = {token for token, number in read.vocabulary.items() if number in new}
     return lambda pair: pair[0] in there and pair[1] in there and pair[0] + pair[1] in there
 
 
 def _trimmed_merges(content: bytes, files: Mapping[str, bytes], new: Mapping[int, int]) -> bytes:
+    """Return merges.txt with only the merges of kept tokens."""
     stays = _staying(TokenizerJson.parse(files[TOKENIZER_FILE]), new)
     lines = []
     for line in content.decode().splitlines():
@@ -310,6 +323,7 @@ def _processed(data: Any, change: Callable[[int], int]) -> Any:
 
 
 def _parsed(name: str, content: bytes) -> dict[str, Any]:
+    """Return a file's JSON object. Raises BadInput where it holds none."""
     data = parse_json_strict(content, file=name, max_bytes=MAX_SIDE_FILE_BYTES, max_items=_MOST_ITEMS)
     if not isinstance(data, dict):
         raise BadInput(f"{printable(name)}: no JSON object; get the model's own file")
@@ -317,6 +331,7 @@ def _parsed(name: str, content: bytes) -> dict[str, Any]:
 
 
 def _json(data: Any) -> bytes:
+    """Return JSON data as the bytes of a file."""
     return (json.dumps(data, ensure_ascii=False, indent=2) + "\n").encode()
 
 
