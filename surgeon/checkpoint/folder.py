@@ -90,7 +90,12 @@ class CheckpointFolder:
 
     @classmethod
     def assemble(cls, source: Source, *, path: Path, trust_remote_code: bool) -> CheckpointFolder:
-        """Read and check everything but the weights. Raises BadInput."""
+        """Build the folder from `source`: read and check everything but the weights; `path` is stored as the folder's
+        path.
+
+        Raises BadInput for the first fault, ForeignCode (a BadInput) where the folder needs its own code and it is not
+        trusted.
+        """
         listing = source.listing()
         if DELTA_FILE in listing:
             raise BadInput(
@@ -243,6 +248,7 @@ class ReadAhead:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _fill(self) -> None:
+        """Start background reads of the waiting tensors, in order, as long as they fit into the free bytes."""
         free = self._room - self._bytes(self._coming)
         while self._waiting and self._base.tensors[self._waiting[0]].nbytes <= free:
             name = self._waiting.popleft()
@@ -250,6 +256,7 @@ class ReadAhead:
             self._coming[name] = self._reader.submit(self._base.read, name)
 
     def _bytes(self, names: Sequence[str] | dict[str, Future[bytearray]]) -> int:
+        """Return the size in bytes of the named tensors together."""
         return sum(self._base.tensors[name].nbytes for name in names)
 
 
@@ -287,6 +294,7 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
     opened = {file: folder.open_shard(file) for file in folder.shards}
 
     def digest(name: str) -> tuple[str, str]:
+        """Return (name, hex sha256) of one tensor, and report its bytes to `advance`."""
         info = folder.tensors[name]
         found = sha256_range(opened[info.file], info.begin, info.end)
         advance(info.nbytes)
@@ -301,6 +309,7 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
 
 
 def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
+    """Return the checked content of config.json, with infinities and NaN in tagged form. Raises BadInput."""
     if CONFIG_FILE not in listing and f"{CONFIG_FILE}/" not in listing:
         raise BadInput(
             f"{source.shown}: no config.json here"
@@ -353,6 +362,10 @@ def _manifest(source: Source) -> dict[str, Any]:
 
 
 def _object(source: Source, name: str, max_bytes: int, *, constants: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a small file; with `constants`, NaN and Infinity are accepted.
+
+    Raises BadInput where the file cannot be read or contains no valid object.
+    """
     content = source.small(name, max_bytes=max_bytes)
     found = parse_json_strict(content, file=name, max_bytes=max_bytes, constants=constants)
     if not isinstance(found, dict):
@@ -364,10 +377,16 @@ def _object(source: Source, name: str, max_bytes: int, *, constants: bool = Fals
 
 
 def _set_aside(listing: dict[str, int], shards: tuple[str, ...]) -> dict[str, str]:
+    """Return weights in other formats next to the shards, by printable name, each with what it does."""
     return {printable(name): does for name, does in beside_weights(listing, shards).items()}
 
 
 def _side_files(source: Source, listing: dict[str, int], notes: list[str]) -> tuple[str, ...]:
+    """Return the names of the side files that an output keeps.
+
+    Files that are too large or no regular files are left out, and a line about each is appended to `notes`. Raises
+    BadInput for a local JSON file that is invalid.
+    """
     carried: list[str] = []
     for name, size in listing.items():
         if not is_side_file(name):

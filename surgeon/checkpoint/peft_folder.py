@@ -90,6 +90,7 @@ class Adapter:
 
     @functools.cached_property
     def _matcher(self) -> Matcher:
+        """The matcher of `alpha_pattern`; its errors name this adapter."""
         return Matcher(f"{printable(self.id)}: `alpha_pattern`")
 
     def identity(self) -> dict[str, Any]:
@@ -249,6 +250,9 @@ def _check_kind(config: Mapping[str, Any], shown: str) -> None:
 
 
 def _number(config: Mapping[str, Any], key: str, shown: str, default: float) -> float:
+    """Return a setting as a float, or `default` where it is missing. Raises BadInput for anything but a finite
+    number.
+    """
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
         raise BadInput(f"{shown}: `{key}` is {_show(value)}; a finite number is expected; {_AGAIN}")
@@ -256,6 +260,7 @@ def _number(config: Mapping[str, Any], key: str, shown: str, default: float) -> 
 
 
 def _flag(config: Mapping[str, Any], key: str, shown: str) -> bool:
+    """Return a setting as a bool; missing or null counts as False. Raises BadInput for another value."""
     value = config.get(key) or False
     if value is not True and value is not False:
         raise BadInput(f"{shown}: `{key}` is {_show(value)}; true or false is expected; {_AGAIN}")
@@ -263,6 +268,7 @@ def _flag(config: Mapping[str, Any], key: str, shown: str) -> bool:
 
 
 def _dropout(config: Mapping[str, Any], shown: str) -> float:
+    """Return `lora_dropout`, 0 where it is missing. Raises BadInput where it is not in [0, 1)."""
     value = _number(config, "lora_dropout", shown, 0.0)
     if not 0.0 <= value < 1.0:
         raise BadInput(f"{shown}: `lora_dropout` is {value}; it must lie in [0, 1); {_AGAIN}")
@@ -270,7 +276,9 @@ def _dropout(config: Mapping[str, Any], shown: str) -> float:
 
 
 def numbers_of(config: Mapping[str, Any], key: str, shown: str) -> dict[str, float]:
-    """Return a setting that maps module names, or patterns, to numbers."""
+    """Return a setting that maps module names, or patterns, to numbers; empty where it is missing. Raises BadInput
+    otherwise.
+    """
     found = config.get(key) or {}
     if not isinstance(found, dict):
         raise BadInput(f"{shown}: `{key}` must map names of modules to numbers; {_AGAIN}")
@@ -278,6 +286,7 @@ def numbers_of(config: Mapping[str, Any], key: str, shown: str) -> dict[str, flo
 
 
 def _hashed(source: LocalSource, header: Header) -> dict[str, AdapterTensor]:
+    """Return dtype, shape and sha256 of each tensor in the adapter's file, sorted by name. Raises BadInput."""
     fd = source.open_shard(ADAPTER_WEIGHTS)
     try:
         return {

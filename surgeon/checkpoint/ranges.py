@@ -58,6 +58,7 @@ Look = Callable[[bytearray | memoryview], None]
 
 
 def _no_look(_piece: bytearray | memoryview) -> None:
+    """Ignore the bytes: the default for callers that do not inspect them."""
     pass
 
 
@@ -206,5 +207,6 @@ class WriteBehind:
         self._pending.append(self._writer.submit(self._put, data, offset))
 
     def _put(self, data: memoryview, offset: int) -> None:
+        """Write `data` at `offset` and report its size in bytes to `advance`; runs in the writer's thread."""
         write_all(self._target, data, offset)
         self._advance(len(data))
