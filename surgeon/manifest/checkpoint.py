@@ -133,12 +133,12 @@ class Checkpoint:
         return template_of(self.folder)
 
     def linear_modules(self) -> tuple[list[str], str]:
-        """Return the attention and FFN modules that a LoRA can adapt, as `targets` names, and one matrix that it
-        cannot.
+        """Return (modules, other): the attention and FFN modules that a LoRA can adapt, and one matrix that it cannot
+        adapt.
 
-        Names are paths within a layer, in the layers' order. The second result is empty where `targets: all` would do.
-        FFNs are left out where one has experts, because PEFT would confuse expert modules with the modules next to
-        them.
+        Modules are given as `targets` names them: by paths within a layer, in the layers' order. `other` is a tensor's
+        name, empty where `targets: all` would do. FFNs are left out where one has experts, because PEFT would confuse
+        expert modules with the modules next to them.
         """
         linear: dict[str, dict[str, None]] = {role: {} for role in (ATTENTION, FFN)}
         others: dict[str, dict[str, str]] = {role: {} for role in (ATTENTION, FFN)}
@@ -161,7 +161,7 @@ class Checkpoint:
         return digests_of(self.folder, self.folder.tensors, advance)
 
     def side_digests(self) -> dict[str, str]:
-        """Return the hex sha256 of every file other than the shards, by name, except a record (`add_record`)."""
+        """Return the hex sha256 of every file next to the shards, by name, without continual.json (`add_record`)."""
         source = self.folder.source
         others = (*self.folder.shards, RECORD_FILE, f".{RECORD_FILE}.new")
         names = [name for name in source.listing() if not name.endswith("/") and name not in others]

@@ -53,6 +53,7 @@ class Tool(Entry):
 
 
 def _known_dtype(dtype: str) -> str:
+    """Return the dtype unchanged. Raises ValueError for a dtype that safetensors does not know."""
     if dtype not in DTYPE_BITS:
         raise ValueError(f"unknown dtype {printable(dtype)}")
     return dtype
@@ -125,6 +126,7 @@ class LayerEntry(Entry):
 
 
 def _possible_spans(text: str) -> str:
+    """Return the spans' text unchanged. Raises ValueError where the runs of a span overlap."""
     for span in text.split("; "):
         _, length, _, count, step, every = (*map(int, span.split()), 1, 0, 0)[:6]
         if count != 1 and not 0 < length <= min(step, every):
@@ -447,6 +449,7 @@ def seal_of(data: Mapping[str, Any]) -> str:
 
 
 def _sha256(data: Mapping[str, Any]) -> str:
+    """Return the hex sha256 of JSON data with sorted keys."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -138,7 +138,7 @@ def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[in
 def kept_as_they_are(manifest: Manifest) -> dict[str, str]:
     """Map each base tensor that is, whole and in its shape, a tensor of the output to that tensor's name.
 
-    Raises BadInput.
+    Raises BadInput where the manifest contradicts itself.
     """
     found: dict[str, str] = {}
     for name, lying in left_at(manifest, manifest.base.tensors).items():
@@ -153,14 +153,14 @@ def kept_as_they_are(manifest: Manifest) -> dict[str, str]:
 def has_other_names(manifest: Manifest) -> bool:
     """Return whether some base tensors are only under other names, since the output is of another class.
 
-    Raises BadInput.
+    Raises BadInput where the manifest contradicts itself.
     """
     homes = homes_of(manifest, manifest.base.tensors)
     return not recorded_tensors(manifest, file=MANIFEST_FILE).keys() >= {*homes.values()}
 
 
 def made_of_base(manifest: Manifest) -> dict[str, Pieces]:
-    """Return the new tensors that consist only of base bytes in another arrangement, with these bytes.
+    """Return, by name, the base's pieces in each new tensor that consists only of base bytes in another arrangement.
 
     Copies are left out: they begin as a tensor that keeps its own place.
     """
