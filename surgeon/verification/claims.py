@@ -220,6 +220,7 @@ def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str
     there = [name for name in names if name in listing]
 
     def content(name: str) -> bytes:
+        """Return a file's content, as the folder provides it."""
         if name in out.side_files:
             return out.read_side_file(name)
         return out.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
