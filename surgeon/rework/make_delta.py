@@ -181,6 +181,7 @@ class Delta:
 
 
 def _check_name(name: str, shown: str) -> None:
+    """Raise BadInput for a name in the index that no small file of an output has."""
     own = (CONFIG_FILE, MANIFEST_FILE, CARD_FILE, RECORD_FILE, ADAPTER_CONFIG_FILE)
     if name in own or is_side_file(name) or CODE_NAME.fullmatch(name):
         return
@@ -199,6 +200,7 @@ def _most(name: str) -> int:
 
 
 def _edited(shown: str, what: str) -> BadInput:
+    """Return the error for an index, called `shown`, that contradicts itself."""
     return BadInput(f"{shown}: {what}; was it edited by hand?")
 
 
@@ -227,10 +229,13 @@ class MadeDelta:
         """Return plain data for `--json`.
 
         Keys:
-            `out`, `path`, `base`, `revision`: the output; its delta; the base that it needs
-            `tensors`, `whole`, `bytes`, `whole_bytes`: in the delta, and in the whole output
-            `from_base`, `beside`, `seconds`: side files that come from the base; folders next to the weights that the
-                delta includes (`base-tensors`, `adapter`); seconds by stage
+            `out`, `path`: the output, and its delta
+            `base`, `revision`: the base that the delta needs, and its commit
+            `tensors`, `bytes`: in the delta
+            `whole`, `whole_bytes`: tensors and bytes of the whole output
+            `from_base`: side files that come from the base
+            `beside`: folders next to the weights that the delta includes (`base-tensors`, `adapter`)
+            `seconds`: seconds by stage
         """
         return plain_fields(self)
 
@@ -248,7 +253,8 @@ def make_delta(
     These are every tensor that is not byte for byte the base's, config.json, manifest, code and cards, and for a
     training run its adapter and the earlier values that it kept. The tokenizer and other side files are left out, as
     the base provides them. With `base` (a folder), side files that are missing or different there are included. `dest`
-    is absent or complete at any moment. Raises BadInput.
+    is absent or complete at any moment. Raises BadInput where `out` is no output of surgeon, its files contradict the
+    manifest, or `dest` cannot be written.
     """
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
@@ -351,6 +357,7 @@ def _index(
     digests: Mapping[str, str],
     beside: Beside,
 ) -> DeltaIndex:
+    """Return the sealed index of a delta. Raises BadInput where the output has a shard with an unusual name."""
     try:
         index = DeltaIndex(
             surgeon_delta=1,
