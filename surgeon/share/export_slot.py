@@ -62,8 +62,11 @@ class Exported:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `slot`, `base`, `revision`, `layers`, `modules`, `bytes`, `config`, `notes`: the adapter and the
-                base it fits; `config` is adapter_config.json
+            `path`, `slot`: the adapter, and the slot's number
+            `base`, `revision`: the base it fits, and its commit
+            `layers`, `modules`, `bytes`: the base's adapted layers; the number of modules; the bytes written
+            `config`: adapter_config.json
+            `notes`: parts of the output's function that the adapter lacks
         """
         return plain_fields(self)
 
@@ -283,10 +286,15 @@ def exporting_job(out: CheckpointFolder, anatomy: Anatomy, pieces: Sequence[Piec
 
 
 def _kinds(config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the kinds of all grafts in a config."""
     return frozenset(str(graft.kind) for here in grafts_of(config).values() for graft in here)
 
 
 def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], target: str) -> Piece:
+    """Return the LoRA of one module; `index` is its layer in the output, `layer` its layer in the base.
+
+    Raises BadInput where a matrix is missing or has another shape than config.json requires.
+    """
     rank = entry.get("ranks", {}).get(target, entry["rank"])
     scale = entry.get("scales", {}).get(target, entry.get("scale", 1.0))
     rows, columns = anatomy.linear(index)[target]
@@ -304,7 +312,10 @@ def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], t
 
 
 def _pattern(values: Mapping[Piece, float], usual: float, paths: Mapping[Piece, str]) -> dict[str, float]:
-    """Return the values that differ from `usual`: by the module's last name where all layers agree, else by path."""
+    """Return the values that differ from `usual`, by module, as PEFT's rank and alpha patterns need them.
+
+    A module is named by its last name where its value is the same in all layers, else by its path.
+    """
     by_target: dict[str, set[float]] = {}
     for piece, value in values.items():
         by_target.setdefault(piece.target, set()).add(value)
