@@ -87,6 +87,9 @@ class Prompter:
         return {token for token in self.tokenizer.ids(around[1].lstrip(), special=False)[:1] if token in self.special}
 
     def _ends(self) -> set[int]:
+        """Return the token ids that end a text, by tokenizer, config.json and generation_config.json; invalid ids
+        are ignored.
+        """
         found: list[object] = [self.tokenizer.eos_token_id]
         configs = [self.folder.config]
         if _SETTINGS in self.folder.side_files:

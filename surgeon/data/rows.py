@@ -24,7 +24,10 @@ Row = tuple[Any, str, Callable[[], Document]]
 
 
 class Rows:
-    """A counter of one source's rows that are no documents, and of control tokens in its documents."""
+    """A counter of one source's rows that are no documents, and of control tokens in its documents.
+
+    `blank` counts documents without words, `left_out` bad rows that were left out.
+    """
 
     def __init__(
         self, spec: RowsSpec, tokenizer: Tokenizer | None = None, write: Callable[[Chat], object] | None = None

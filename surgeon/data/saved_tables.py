@@ -50,6 +50,7 @@ def arrow_files(folder: Path) -> list[Path]:
 
 
 def _named(folder: Path, file: str, key: str) -> list[Any]:
+    """Return the list under `key` in a JSON file of a saved folder. Raises BadInput where there is none."""
     shown = str(folder / file)
     found = parse_json_strict(read_capped(folder, file, max_bytes=_MOST), file=shown, max_bytes=_MOST)
     named = found.get(key) if isinstance(found, dict) else None

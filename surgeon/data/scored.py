@@ -194,6 +194,7 @@ def judge(
 
 
 def _encoder(checkpoint: Checkpoint) -> Encoder:
+    """Return the encoder of documents by a checkpoint's tokenizer. Raises BadInput where there is no tokenizer."""
     from surgeon.data.encoding import Encoder
 
     return Encoder(checkpoint.path, vocabulary=checkpoint.vocabulary or sys.maxsize)

@@ -185,16 +185,18 @@ class Judged:
         return difference(self.right, ones, first.right, ones)
 
     def figures(self) -> dict[str, float]:
-        """Return the defined ones of loss, accuracy, F1 and Matthews' correlation, by name."""
+        """Return loss, accuracy, F1 and Matthews' correlation by name, without those that are not defined."""
         found = {"loss": self.loss.value, "accuracy": self.accuracy.value, "f1": self.f1, "matthews": self.matthews}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def _mean(sums: NDArray[Any], counts: NDArray[Any]) -> float:
+    """Return Σ sums / Σ counts; NaN where nothing was counted."""
     return float(sums.sum()) / total if (total := float(counts.sum())) else math.nan
 
 
 def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
+    """Return each unit's influence on the ratio: (sumᵢ − R · countᵢ) / Σ counts."""
     # Losses may be infinite or NaN; then the intervals are NaN, without a warning.
     with np.errstate(invalid="ignore"):
         found: NDArray[np.float64] = (sums - _mean(sums, counts) * counts) / max(counts.sum(), 1)
@@ -202,6 +204,7 @@ def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _interval(value: float, influence: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the confidence interval of `value` from the units' influences; None for fewer than two units."""
     units = len(influence)
     if units < 2:
         return None

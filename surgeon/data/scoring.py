@@ -176,6 +176,7 @@ def _apart(logits: Tensor, others: Tensor) -> tuple[NDArray[np.float64], NDArray
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor as a numpy array."""
     array: NDArray[Any] = tensor.cpu().numpy()
     return array
 
