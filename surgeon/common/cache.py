@@ -75,7 +75,10 @@ def _code(folder: Path, name: str, content: bytes) -> bytes:
 
 
 def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENTRIES) -> None:
-    """Write an entry by one rename; remove the oldest where there are more than about `most`, or too many bytes."""
+    """Write an entry by one rename; remove the oldest where there are more than about `most`, or too many bytes.
+
+    Does nothing for an entry that is too large, or where the folder is not only the user's or cannot be written.
+    """
     content = _code(folder, name, content) + b"\n" + content
     if len(content) > MAX_ENTRY_BYTES:
         return
@@ -104,6 +107,7 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _prune(folder: Path, most: int) -> None:
+    """Remove the oldest entries of a folder where there are more than `most`, or more than `_MAX_BYTES` bytes."""
     files: list[tuple[os.stat_result, str]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -123,6 +127,7 @@ def digest_of(content: Any) -> str:
     """Return a digest of JSON data, made of any mappings and sequences; it names an entry, or an answer in one."""
 
     def plain(each: Any) -> Any:
+        """Return a mapping as a dict, any other sequence as a list."""
         return dict(each) if isinstance(each, Mapping) else list(each)
 
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=plain).encode()).hexdigest()

@@ -59,10 +59,11 @@ def writing(
     """Convert disk errors in this block to BadInput, also libraries' errors where there is no room.
 
     The message names the file, the problem, and what is kept: `kept`, which is added only where `kept_in`, if given,
-    exists after the error.
+    exists after the error. With `needed_bytes`, a message about missing room also contains this number.
     """
 
     def message(error: BaseException) -> str:
+        """Return the message for a disk error, with the free bytes where there is no room."""
         where = printable(str(getattr(error, "filename", None) or path))
         so_far = f"; {kept}" if kept and (kept_in is None or kept_in.exists()) else ""
         problem = no_room(error)

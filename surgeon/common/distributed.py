@@ -72,7 +72,7 @@ class Ranks:
         return f"cuda:{os.environ['LOCAL_RANK']}" if self.size > 1 and "LOCAL_RANK" in os.environ else None
 
     def send(self, message: Any) -> None:
-        """Send a message from rank 0 to all others."""
+        """Send a message from rank 0 to all others; does nothing for a single process."""
         if self.size > 1:
             _distributed().broadcast_object_list([message], src=0, group=self.group)
 
@@ -145,12 +145,14 @@ def waiting(ranks: Ranks) -> Iterator[Ranks]:
 
 
 def _distributed() -> Any:
+    """Return torch.distributed, which is imported only where it is needed."""
     from torch import distributed
 
     return distributed
 
 
 def _opened(message: Any) -> Any:
+    """Return a message from rank 0; raise it where it is an error."""
     if isinstance(message, Elsewhere):
         raise message
     return message
