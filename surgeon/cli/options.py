@@ -54,6 +54,7 @@ def parameters_of(module: str, function: str) -> list[Parameter]:
 
 
 def _parameter(written: ast.arg, default: ast.expr | None, *, keyword: bool) -> Parameter:
+    """Return a parameter from its definition in source; a default that is no literal becomes `COMPUTED`."""
     assert written.annotation is not None
     annotation = ast.unparse(written.annotation)
     if default is None:
