@@ -55,7 +55,7 @@ def read_in_order(pieces: Pieces, opened: Opened) -> Iterator[memoryview | Gap]:
     """Yield the bytes that the pieces describe, from first to last, as blocks; a range without a source is yielded as a
     Gap.
 
-    A block is overwritten when the next is read. Raises BadInput where a file ends early.
+    A block may be overwritten when the next is read. Raises BadInput where a file ends early.
     """
     at = 0
     for band in _bands(pieces.spans):
