@@ -99,9 +99,7 @@ def block_of(entries: dict[str, Any]) -> str:
 
 
 def _several(value: object, pattern: re.Pattern[str]) -> tuple[str, ...]:
-    """Return the distinct strings among a card's value (one or a list) that fit `pattern`; others are dropped
-    silently.
-    """
+    """Return the distinct strings in a card's value (one or a list) that fit `pattern`; drop others silently."""
     values = value if isinstance(value, list) else [value]
     fitting = [v for v in values[:_MOST_ENTRIES] if isinstance(v, str) and pattern.fullmatch(v)]
     return tuple(dict.fromkeys(fitting))

@@ -56,8 +56,9 @@ def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
 
 
 def empty_of(tensors: Iterable[TensorInfo]) -> str:
-    """Return an error line on the first tensor with zero elements, which ZeRO-3 writes for ungathered tensors; "" if
-    none.
+    """Return an error line on the first tensor without elements; "" where there is none.
+
+    ZeRO-3 writes such tensors where it does not gather them.
     """
     why = (
         "no numbers in it, as ZeRO-3 leaves tensors where it does not gather them; save again with"

@@ -58,9 +58,9 @@ class CheckpointFolder:
     validated. `notes` are lines for the user. `code` states which code is in the folder: none, exactly the code that
     this version of surgeon ships for its config, or foreign code. Foreign code is listed by `scripts`, described by
     `foreign`, and trusted by the user, for this folder only. `classes` states whose classes the model is built of.
-    Where they are the folder's own, `own` is their code, whose files count as side files too. Where code was left out,
-    `config` is the config without it, `settings` contains the side files without it, and `model_code` names the model
-    class in that code.
+    Where the model, tokenizer or processor is built of the folder's own code, `own` is that code, whose files count as
+    side files too. Where code was left out, `config` is the config without it, `settings` contains the side files
+    without it, and `model_code` names the model class in that code.
     """
 
     path: Path
@@ -90,11 +90,10 @@ class CheckpointFolder:
 
     @classmethod
     def assemble(cls, source: Source, *, path: Path, trust_remote_code: bool) -> CheckpointFolder:
-        """Build the folder from `source`: read and check everything but the weights; `path` is stored as the folder's
-        path.
+        """Build the folder from `source`: read and check everything but the weights.
 
-        Raises BadInput for the first fault, ForeignCode (a BadInput) where the folder needs its own code and it is not
-        trusted.
+        `path` is stored as the folder's path. Raises BadInput for the first fault, ForeignCode (a BadInput) where the
+        folder needs its own code and it is not trusted.
         """
         listing = source.listing()
         if DELTA_FILE in listing:

@@ -183,8 +183,9 @@ class _Odd(ValueError):
 
 
 def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
-    """Return the checked entry of one tensor. Raises BadInput, with the file's and tensor's names, for a faulty
-    entry.
+    """Return the checked entry of one tensor.
+
+    Raises BadInput, with the file's and tensor's names, for a faulty entry.
     """
     try:
         return _checked(name, entry, file, data_begin)
@@ -193,8 +194,9 @@ def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
 
 
 def _checked(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
-    """Return one tensor's entry with file offsets. Raises _Odd where fields, dtype, shape or data offsets are
-    faulty.
+    """Return one tensor's entry with file offsets.
+
+    Raises _Odd where fields, dtype, shape or data offsets are faulty.
     """
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise _Odd("expected exactly dtype, shape and data_offsets in the header")
@@ -234,9 +236,7 @@ def _nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def _check_contiguous(tensors: Sequence[TensorInfo], shown: str, data_begin: int, file_size: int) -> None:
-    """Raise BadInput where the sorted tensors do not fill the file from `data_begin` to its end without holes or
-    overlaps.
-    """
+    """Raise BadInput where the sorted tensors do not fill the file from `data_begin` on, one directly after another."""
     position = data_begin
     for info in tensors:
         if info.begin != position:

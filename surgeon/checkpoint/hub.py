@@ -105,8 +105,9 @@ def locate_adapter(adapter: str) -> Located:
         return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
 
     def choose(repository: _Repository) -> list[str]:
-        """Return the names of the adapter's files and side files. Raises BadInput where the adapter's files are
-        missing.
+        """Return the names of the adapter's files and side files.
+
+        Raises BadInput where the adapter's files are missing.
         """
         check_adapter_files(repository.files, repository.shown, repository.files)
         beside = [name for name, size in repository.files.items() if is_side_file(name) and size <= MAX_SIDE_FILE_BYTES]

@@ -250,8 +250,9 @@ def _check_kind(config: Mapping[str, Any], shown: str) -> None:
 
 
 def _number(config: Mapping[str, Any], key: str, shown: str, default: float) -> float:
-    """Return a setting as a float, or `default` where it is missing. Raises BadInput for anything but a finite
-    number.
+    """Return a setting as a float, or `default` where it is missing.
+
+    Raises BadInput for anything but a finite number.
     """
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
@@ -276,8 +277,9 @@ def _dropout(config: Mapping[str, Any], shown: str) -> float:
 
 
 def numbers_of(config: Mapping[str, Any], key: str, shown: str) -> dict[str, float]:
-    """Return a setting that maps module names, or patterns, to numbers; empty where it is missing. Raises BadInput
-    otherwise.
+    """Return a setting that maps module names, or patterns, to numbers; empty where it is missing.
+
+    Raises BadInput where it is anything else.
     """
     found = config.get(key) or {}
     if not isinstance(found, dict):

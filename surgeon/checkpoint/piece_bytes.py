@@ -52,10 +52,10 @@ def in_files(maps: Mapping[str, Pieces], infos: Mapping[str, TensorInfo]) -> dic
 
 
 def read_in_order(pieces: Pieces, opened: Opened) -> Iterator[memoryview | Gap]:
-    """Yield the bytes that the pieces describe, from first to last, as blocks; a range without a source is yielded as a
-    Gap.
+    """Yield the bytes that the pieces describe, from first to last, in blocks.
 
-    A block may be overwritten when the next is read. Raises BadInput where a file ends early.
+    A range without a source is yielded as a Gap. A block may be overwritten when the next is read. Raises BadInput
+    where a file ends early.
     """
     at = 0
     for band in _bands(pieces.spans):
@@ -178,6 +178,7 @@ def _gathered(band: Sequence[Span], begin: int, end: int, opened: Opened) -> mem
 def _lay(span: Span, source: memoryview, into: memoryview) -> None:
     """Copy a span's runs between buffers: run by run, or short runs number by number for all runs together."""
     every_number = (span.at, span.every, span.offset, span.step, span.length)
+    # The largest size of numbers that divides all positions and lengths; 1 always does.
     size = next(size for size in (8, 4, 2, 1) if not any(number % size for number in every_number))
     at, every, offset, step, length = (number // size for number in every_number)
     source, into = _numbers(source, size), _numbers(into, size)

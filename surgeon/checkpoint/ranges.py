@@ -194,6 +194,7 @@ class WriteBehind:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait until everything is written, or drop waiting data where the block ended with an error."""
         try:
             while kind is None and self._pending:
                 self._pending.popleft().result()

@@ -22,10 +22,10 @@ _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 def open_regular(folder: Path, name: str) -> int:
-    """Return a read-only file descriptor of the regular file `name` in `folder`; the caller checks that `name` is
-    relative.
+    """Return a read-only file descriptor of the regular file `name` in `folder`.
 
-    Raises BadInput for anything but a regular file: a FIFO would hang, and opening a device may have effects.
+    The caller checks that `name` is relative. Raises BadInput for anything but a regular file: a FIFO would hang, and
+    opening a device may have effects.
     """
     path = resolved(folder, name)
     try:
@@ -80,10 +80,9 @@ def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
 
 
 def _behind_link(folder: Path, link: Path) -> Path:
-    """Return the file to which a link in `folder` leads, inside the folder or in the Hub cache that contains the
-    folder.
+    """Return the file to which a link in `folder` leads.
 
-    Raises BadInput where the link leads anywhere else.
+    This must be inside the folder, or in the Hub cache that contains the folder. Raises BadInput where it is elsewhere.
     """
     home = Path(os.path.realpath(folder))
     target = _target(link)
@@ -395,8 +394,9 @@ class LocalSource:
 
 
 def _list(folder: Path, prefix: str) -> dict[str, int]:
-    """Return the entries of one folder, each name after `prefix`, with sizes in bytes; a subfolder ends in `/`, size
-    0.
+    """Return the entries of one folder with sizes in bytes, each name after `prefix`.
+
+    A subfolder's name ends in `/`, and its size is 0. A link to a folder counts as a file. Raises OSError.
     """
     found: dict[str, int] = {}
     with os.scandir(folder) as entries:

@@ -96,6 +96,7 @@ class Staging:
         self._published = False
 
     def __enter__(self) -> Self:
+        """Lock the working folder, and continue or begin the output in it. Raises BadInput as the class describes."""
         self._work.__enter__()
         try:
             self._continue_or_begin()
@@ -107,6 +108,10 @@ class Staging:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Unlock the working folder; remove it where no file is finished.
+
+        Errors then name `out` instead of the staged folder.
+        """
         if isinstance(error, BadInput) and error.args:
             # The user knows OUT and its files, not the staged ones.
             error.args = (str(error).replace(str(self.folder), str(self.out)), *error.args[1:])

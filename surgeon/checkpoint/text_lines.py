@@ -31,9 +31,7 @@ def text_lines(file: BinaryIO, shown: str) -> Iterator[bytes]:
 
 
 def too_long(where: str, what: str) -> BadInput:
-    """Return the error for `what` (a line or document) at the place `where` that has more than `MAX_DOCUMENT_BYTES`
-    bytes.
-    """
+    """Return the error for `what` (a line or a row) at `where` that has more than `MAX_DOCUMENT_BYTES` bytes."""
     return BadInput(
         f"{printable(where)}: {what} has more than {MAX_DOCUMENT_BYTES:,} bytes, the most that one document may have;"
         " cut it into several"

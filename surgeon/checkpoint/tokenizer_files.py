@@ -74,6 +74,7 @@ class MeasuredText:
 class TokenizerJson:
     """A parsed tokenizer.json: the kind of its model and its vocabulary (contents to ids).
 
+    `text` is the file's content, `model` its section of this name, and `scores` are a Unigram's scores by piece.
     `byte_level`: the vocabulary writes bytes as the characters of GPT-2's table. `ids` include the ids of added tokens.
     """
 
@@ -143,8 +144,7 @@ def grown_files(
     tokens: Sequence[NewToken],
     added: Mapping[str, bool],
 ) -> tuple[dict[str, bytes], dict[str, Places]]:
-    """Return (files, places): the content of each tokenizer file that grows, and the places inserted into each, by file
-    name.
+    """Return (files, places): by name, each tokenizer file that grows, and the places inserted into it.
 
     Args:
         files: the base's files by name.
@@ -278,8 +278,9 @@ _DECODER = json.JSONDecoder()
 
 
 def _value_at(text: str, path: tuple[str, ...]) -> tuple[int, int]:
-    """Return (begin, end) of the value at a path of keys in a JSON text. Raises StopIteration where a key is
-    missing.
+    """Return (begin, end) of the value at a path of keys in a JSON text.
+
+    Raises StopIteration where a key is missing.
     """
     begin = len(text) - len(text.lstrip())
     end = len(text.rstrip())
@@ -297,9 +298,7 @@ def value_in(text: str, *path: str) -> Any:
 
 
 def _members(text: str, at: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, begin, end) for each member of the object that begins at `at`; begin and end are the value's
-    positions.
-    """
+    """Yield (key, begin, end) for each member of the object that begins at `at`; begin and end are the value's."""
     at = _skip(text, at + 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)

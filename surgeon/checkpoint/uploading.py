@@ -78,6 +78,7 @@ class Destination:
     pull_request: bool = False
 
     def __post_init__(self) -> None:
+        """Raise BadInput for options that do not fit together, as the class describes."""
         if not is_repo_id(self.repo_id):
             raise BadInput(f"{printable(self.repo_id)}: not a repository of the Hub; give `user/name`")
         if self.branch is not None and is_commit(self.branch):
@@ -260,9 +261,7 @@ def _with_timeout() -> Iterator[None]:
 
 @contextmanager
 def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
-    """Report the client's warnings to `say` when the block ends, for example about metadata that the Hub does not
-    know.
-    """
+    """Report the client's warnings to `say` when the block ends, for example about unknown metadata."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -279,8 +278,9 @@ def _refuse_offline(to: Destination) -> None:
 
 
 def _call(ask: Callable[[], _T], to: Destination, what: str) -> _T:
-    """Return the result of the call `ask` to the client; turn every error into a BadInput that names the attempt
-    `what`.
+    """Return the result of the call `ask` to the client.
+
+    Every error becomes a BadInput that names the attempt `what`.
     """
     try:
         return ask()

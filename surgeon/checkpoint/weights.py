@@ -128,8 +128,9 @@ def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
 
 
 def _weight_map(content: bytes) -> dict[str, str]:
-    """Return the index's map from tensor names to file names. Raises BadInput where it is missing or has an unsafe
-    file name.
+    """Return the index's map from tensor names to file names.
+
+    Raises BadInput where it is missing or has an unsafe file name.
     """
     index = parse_json_strict(content, file=INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None

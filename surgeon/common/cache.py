@@ -52,7 +52,7 @@ def cache_folder(kind: str) -> Path | None:
 
 
 def read_entry(folder: Path, name: str) -> bytes | None:
-    """Return the content of an entry; None where there is none, or this user's surgeon did not write it so."""
+    """Return the content of an entry; None where there is none, or its code does not prove that this user wrote it."""
     try:
         handle = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
@@ -94,6 +94,7 @@ def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENT
         finally:
             with contextlib.suppress(FileNotFoundError):
                 Path(staged).unlink()
+        # The default makes the first write to a folder check it: it may hold entries of earlier processes.
         entries, total = _written.get(folder, (most, 0))
         _written[folder] = entries, total = entries + 1, total + len(content)
         if entries * _SLACK >= most or total * _SLACK >= _MAX_BYTES:

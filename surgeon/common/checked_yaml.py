@@ -70,9 +70,7 @@ def check_given(model: type[ModelT], **given: Any) -> ModelT:
 
 
 def _where(place: Place, file: Document | Loaded[Any]) -> str:
-    """Return the beginning of an error about a place: the option that set it, or file, line and the options inside
-    it.
-    """
+    """Return the beginning of an error about a place: the option that set it, or file, line and inner options."""
     for cut in range(len(place), 0, -1):
         if (option := file.given.get(place[:cut])) is not None:
             return f"{printable(option)}: "
@@ -204,9 +202,7 @@ def _shown_place(place: Place, what: str) -> str:
 
 
 def _entry_of(data: Any, place: Place) -> str:
-    """Return the name in errors of the list entry around a place: `operations[0] (control_llm): `; "" without such
-    an entry.
-    """
+    """Return the name in errors of the list entry around a place, `operations[0] (control_llm): `; "" for no entry."""
     if len(place) < 2 or not isinstance(place[1], int):
         return ""
     entry = data[place[0]][place[1]]

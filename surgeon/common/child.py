@@ -51,6 +51,7 @@ class Child:
     """
 
     def __init__(self, opens: Callable[[], Callable[..., Any]]) -> None:
+        """Fork the child, which waits for questions; it calls `opens` at the first question."""
         ours, theirs = socket.socketpair()
         with _quiet_fork():
             pid = os.fork()

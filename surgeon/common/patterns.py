@@ -80,8 +80,9 @@ class Matcher:
         return starts
 
     def _repeated(self, given: Any, name: str, starts: set[int]) -> set[int]:
-        """Return the positions at which repetitions that begin at `starts` can end; `given` is (least, most,
-        repeated part).
+        """Return the positions at which repetitions that begin at `starts` can end.
+
+        `given` is (least, most, repeated part).
         """
         least, most, tree = given
         for _ in range(least):
@@ -118,6 +119,7 @@ def _takes(part: Any, given: Any, letter: str) -> bool:
             return letter != "" and (given is None or letter != chr(given))
         case parts.IN:
             negated = given[0][0] is parts.NEGATE
+            # With `negated` (true counts as 1), the mark of the negation itself is skipped.
             return letter != "" and negated != any(_takes(each, of, letter) for each, of in given[negated:])
         case parts.RANGE:
             return bool(given[0] <= ord(letter) <= given[1])

@@ -146,8 +146,9 @@ class Registry(Mapping[str, T]):
 
     @cached_property
     def _plugged(self) -> dict[str, tuple[Plugin, T]]:
-        """Each plugin with the value that it adds, by name. Raises BadInput where a plugin is broken or its name is
-        taken.
+        """Each plugin with the value that it adds, by name.
+
+        Raises BadInput where a plugin is broken or its name is taken.
         """
         found: dict[str, tuple[Plugin, T]] = {}
         for plugin in plugins(self._group):

@@ -131,7 +131,7 @@ UNSIGNED = Signed(None, here=False, own=False, by="")
 
 
 def write_signed(path: Path, data: Any) -> None:
-    """Replace a record, durably, with a signature."""
+    """Write `data` (JSON data) as a signed record at `path`, durably, in place of any older record."""
     folder, inode = _place(path.parent)
     at = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     entry = {"user": _user(), "host": platform.node(), "folder": folder, "inode": inode, "at": at, "data": data}

@@ -121,8 +121,9 @@ class FittedTable:
     def _side_by_side(
         self, rows: Sequence[Sequence[Text]], shown: Sequence[int], least: Sequence[int], room: int
     ) -> Table:
-        """Return a table of the rows with the columns `shown`, shrunk to `room` characters but not below the `least`
-        widths.
+        """Return a table of the rows with the columns `shown`, at most `room` characters wide.
+
+        The widest columns are shrunk, but none below its width in `least`.
         """
         widths = [self._natural(number) for number in shown]
         while self._width(widths) > room:

@@ -180,6 +180,7 @@ class WorkFolder:
         self._lock = -1
 
     def __enter__(self) -> Self:
+        """Lock the folder, made if missing, and check its content. Raises BadInput as the class describes."""
         self._lock = self._take_lock()
         try:
             self._check_content()
@@ -216,7 +217,10 @@ class WorkFolder:
             )
 
     def remove(self, last: str | None = None) -> None:
-        """Remove the folder with its content; the file `last` and the lock are removed at the end. Raises OSError."""
+        """Remove the folder with its content; the file `last` and the lock file are removed at the end.
+
+        Raises OSError.
+        """
         self.clear(but=(last,))
         self.clear()
         (self.path / LOCK_FILE).unlink(missing_ok=True)
@@ -277,8 +281,9 @@ class WorkFolder:
         )
 
     def _make_or_check(self) -> None:
-        """Make the folder, mode 0700; for an existing one, raise BadInput where it is a link, no folder or another
-        user's.
+        """Make the folder with mode 0700, or check an existing one and set that mode.
+
+        Raises BadInput for a link, anything but a folder, and another user's folder.
         """
         try:
             self.path.mkdir(0o700)

@@ -170,8 +170,9 @@ class _Builder:
     built: int = field(default=0, init=False)
 
     def build(self, node: yaml.Node, place: Place) -> Any:
-        """Return a node as plain data, and record the lines of its places. Raises BadInput for anything but plain
-        data.
+        """Return a node as plain data, and record the lines of its places.
+
+        Raises BadInput for anything but plain data.
         """
         line = node.start_mark.line + 1
         self.lines.setdefault(place, line)
@@ -197,8 +198,9 @@ class _Builder:
                 return self._scalar(node, line)
 
     def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
-        """Return a mapping node as a dict. Raises BadInput for a repeated key, a merge key, or a key that is no
-        scalar.
+        """Return a mapping node as a dict.
+
+        Raises BadInput for a repeated key, a merge key, or a key that is no scalar.
         """
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -233,8 +235,9 @@ class _Builder:
         return text
 
     def _scalar(self, node: yaml.ScalarNode, line: int) -> Any:
-        """Return a scalar node's value by YAML 1.2's rules. Raises BadInput for a number in an ambiguous or infinite
-        form.
+        """Return a scalar node's value by YAML 1.2's rules.
+
+        Raises BadInput for a number in an ambiguous or infinite form.
         """
         text = self._characters(node.value, line)
         if node.style in ("'", '"', "|", ">") or (node.tag.endswith(":str") and not _FLOAT.fullmatch(text)):

@@ -74,9 +74,10 @@ def encode_prompts(prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: in
 def answer(
     model: Any, prompts: EncodedPrompts, *, advance: Callable[[int], None] = lambda _prompts: None
 ) -> list[Answer]:
-    """Let a loaded model answer each prompt (`encode_prompts`) by greedy decoding.
+    """Let a loaded model answer each prompt (`encode_prompts`) by greedy decoding; return the answers in order.
 
-    Prompts are run one by one, so that no padding changes an answer. `advance` receives the number just completed.
+    Prompts are run one by one, so that no padding changes an answer. `advance` receives the number of prompts just
+    completed.
     """
     from surgeon.data.generation import continued
 

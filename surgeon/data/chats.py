@@ -185,8 +185,9 @@ def _json(value: Any, what: str, shown: str) -> Any:
 
 
 def _joined(parts: Sequence[Any], shown: str) -> str:
-    """Return the parts of a content joined to one text. Raises BadInput (prefix `shown`) for a part that is not
-    text.
+    """Return the parts of a content joined to one text.
+
+    Raises BadInput (prefix `shown`) for a part that is not text.
     """
     texts = []
     for part in parts:

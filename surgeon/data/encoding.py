@@ -40,10 +40,9 @@ class Written:
     """A chat rendered by a template. Raises BadInput where the template refuses it, or leaves something out."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, chat: Chat) -> None:
-        """Render `chat` by the first of the accepted forms of a turn (`_FORMS`) with which the template leaves nothing
-        out.
+        """Render `chat` in the first form of a turn (`_FORMS`) of which the template leaves nothing out.
 
-        Raises BadInput where the template refuses every form, or leaves out tools, calls or an answer's last word.
+        Raises BadInput where the template refuses every form, or leaves out tools, calls or all answers' words.
         """
         self.tokenizer = tokenizer
         self.template = template
@@ -309,9 +308,7 @@ class Encoder:
         return ids, [True] * len(ids)
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """Return ids with the end-of-sequence token at the end, unless it is there already or the tokenizer has
-        none.
-        """
+        """Return ids with the end-of-sequence token at the end, added where it is missing and the tokenizer has one."""
         end = self.tokenizer.eos_token_id
         return [*ids, end] if end is not None and (not ids or ids[-1] != end) else ids
 

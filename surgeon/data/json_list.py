@@ -67,9 +67,7 @@ class _Reader:
         return bool(found)
 
     def _check_length(self, count: int) -> None:
-        """Raise BadInput where the current entry has at least `count` bytes and this is more than a document may
-        have.
-        """
+        """Raise BadInput where the current entry's `count` bytes are more than a document may have."""
         if count > MAX_DOCUMENT_BYTES:
             raise too_long(f"{self._shown}:{self.line}", "this entry")
 

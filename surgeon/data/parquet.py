@@ -35,6 +35,7 @@ class ParquetFiles:
     """
 
     def __init__(self, files: Mapping[int, Path], open_file: Callable[[Path], BinaryIO]) -> None:
+        """Start the child process that reads the files. Raises BadInput where pyarrow is not installed."""
         self._shown = {number: printable(str(file)) for number, file in files.items()}
         # Imported in the parent, so that no child has to import it itself.
         try:
@@ -114,8 +115,7 @@ class _Reader:
         return self._opened[file]
 
     def _read(self, file: int, group: int, columns: Sequence[str]) -> None:
-        """Read a row group into memory, with the ends of its pieces; forget older groups where there are too many
-        bytes.
+        """Read a row group into memory, with the ends of its pieces; drop older groups beyond `_KEPT` bytes.
 
         Raises BadInput for a row that is too large, and pyarrow's errors or ValueError for damage.
         """

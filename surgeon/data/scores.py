@@ -120,7 +120,7 @@ class Scores:
         return difference(self.nats, self.tokens, first.nats, first.tokens)
 
     def bits_difference(self, windows: Windows, first: Scores, first_windows: Windows) -> Ratio:
-        """Return these bits per byte minus those of `first`, on the same documents, even where the tokens differ."""
+        """Return this model's bits per byte minus those of `first`, on the same documents; the tokens may differ."""
         return difference(self.bits, windows.nbytes, first.bits, first_windows.nbytes)
 
 

@@ -133,8 +133,7 @@ class Checkpoint:
         return template_of(self.folder)
 
     def linear_modules(self) -> tuple[list[str], str]:
-        """Return (modules, other): the attention and FFN modules that a LoRA can adapt, and one matrix that it cannot
-        adapt.
+        """Return (modules, other): attention and FFN modules that a LoRA can adapt, and one matrix that it cannot.
 
         Modules are given as `targets` names them: by paths within a layer, in the layers' order. `other` is a tensor's
         name, empty where `targets: all` would do. FFNs are left out where one has experts, because PEFT would confuse

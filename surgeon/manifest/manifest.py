@@ -128,6 +128,7 @@ class LayerEntry(Entry):
 def _possible_spans(text: str) -> str:
     """Return the spans' text unchanged. Raises ValueError where the runs of a span overlap."""
     for span in text.split("; "):
+        # A span of a single run has three numbers: 1, 0, 0 stand for its count and steps.
         _, length, _, count, step, every = (*map(int, span.split()), 1, 0, 0)[:6]
         if count != 1 and not 0 < length <= min(step, every):
             raise ValueError(f"runs over each other: {span}")

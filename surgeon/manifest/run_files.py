@@ -48,9 +48,7 @@ def kept_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
 
 
 def name_of_kept(name: str) -> str | None:
-    """Return the output tensor whose earlier value has this name in `base-tensors/`; None for a name of another
-    form.
-    """
+    """Return the output tensor whose earlier value has this name in `base-tensors/`; None for other names."""
     return name.removeprefix(_BEFORE) if name.startswith(_BEFORE) else None
 
 

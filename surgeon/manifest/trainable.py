@@ -159,7 +159,8 @@ class _Added:
     """Tensors that surgeries made, by their current names.
 
     `fixed` gives their boxes that are the base's. `still` are tensors with the base's content among parts that do not
-    train. `fitted`, which are not among `names`, never train by a gradient.
+    train. `fitted`, which are not among `names`, never train by a gradient. `everything`: one of the operations trains
+    all tensors.
     """
 
     names: frozenset[str]

@@ -274,7 +274,10 @@ def make_delta_of(
     repo_id: str | None = None,
     verified: Sequence[str] = (),
 ) -> MadeDelta:
-    """Do the work of `make_delta` for an opened checkpoint; `repo_id` and `verified` are for the card of a push."""
+    """Do the work of `make_delta` for an opened checkpoint.
+
+    `metadata` is what the delta's card keeps of the base's card; `repo_id` and `verified` are for the card of a push.
+    """
     manifest = manifest_of(folder)
     check_destination(target, folder.path)
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))

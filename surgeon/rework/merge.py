@@ -62,6 +62,7 @@ def merge(
     Raises BadInput where an option does not fit the kind of merge, and as `apply` and `verify` do.
     """
     adapter = (Path(dest) / ADAPTER_CONFIG).is_file()
+    # Without `merged` DEST may be no adapter; with it, options of merging branches are refused.
     if adapter if merged is None else alpha is not None or text is not None:
         raise BadInput(
             f"{printable(str(dest))}: to merge an adapter name the new folder behind it, and no --alpha, --text"

@@ -285,9 +285,7 @@ def _holds(out: CheckpointFolder, name: str, digest: str) -> bool:
 
 
 def _compared(reverted: Reverted) -> str:
-    """Return the end of a sentence on what the restored state was compared with; "" where it was compared with
-    nothing.
-    """
+    """Return the end of a sentence on what the restored state was compared with; "" for nothing."""
     names = {"base": "the base", "base_digest": "the digest given"}
     return "".join(f", as does {names[each]}" for each in reverted.checked_against)
 

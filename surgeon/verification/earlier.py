@@ -110,8 +110,7 @@ def check_earlier(
 def _changed_since(
     state: State, manifest: Manifest, base: Base, out: CheckpointFolder, digests: Mapping[str, str]
 ) -> tuple[list[str], int]:
-    """Return (changed, trained): tensors of the output that differ from the base though nothing trained them, and a
-    count.
+    """Return (changed, trained): tensors that differ from the base though nothing trained them, and a count.
 
     `trained` is the number of the base's tensors that differ because training changed them.
 

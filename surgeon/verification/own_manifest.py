@@ -54,10 +54,10 @@ def _own_layers(manifest: Manifest, anatomy: Anatomy) -> Check:
 
 
 def _own_tensors(manifest: Manifest, places: dict[str, str], out: CheckpointFolder) -> Check:
-    """Check that the output has exactly the tensors that the manifest names; `places` are the names of kept base
-    tensors.
+    """Check that the output has exactly the tensors that the manifest names.
 
-    Where the promise is not exact, kept base tensors may be missing.
+    `places` are the names of kept base tensors, by their names in the base. Where the promise is not exact, these may
+    be missing.
     """
     expected = {*manifest.new_tensors, *places.values()}
     missing = expected - out.tensors.keys()
@@ -86,9 +86,7 @@ def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
 def _own_base_tensors(
     manifest: Manifest, places: dict[str, str], out: CheckpointFolder, digests: dict[str, str]
 ) -> Check:
-    """Check that kept base tensors equal the base's digests in the manifest, except tensors that training may
-    change.
-    """
+    """Check that kept base tensors have the base's digests, except tensors that training may change."""
     there = {name: place for name, place in places.items() if place in digests}
     now = {place: StoredTensor.of(out.tensors[place], digests[place]) for place in there.values()}
     changed = [place for name, place in there.items() if now[place] != manifest.base.tensors[name]]

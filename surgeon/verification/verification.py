@@ -62,9 +62,7 @@ class Verification:
 
     @property
     def bounded(self) -> bool | None:
-        """Whether new tokens raise the loss on old tokens by no more than promised in every comparison; None without
-        new tokens.
-        """
+        """Whether new tokens raise the loss on old tokens by no more than promised; None without new tokens."""
         return all(each.kept for each in self.grown.values()) if self.grown else None
 
     @property
