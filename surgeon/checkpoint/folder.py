@@ -308,7 +308,10 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
 
 
 def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
-    """Return the checked content of config.json, with infinities and NaN in tagged form. Raises BadInput."""
+    """Return the checked content of config.json, with infinities and NaN in tagged form.
+
+    Raises BadInput where it is missing, no JSON object, or has a field of class names in a wrong form.
+    """
     if CONFIG_FILE not in listing and f"{CONFIG_FILE}/" not in listing:
         raise BadInput(
             f"{source.shown}: no config.json here"
@@ -346,7 +349,10 @@ def _check_names(config: dict[str, Any], where: str, shown: str) -> None:
 
 
 def _own_code(config: Mapping[str, Any], source: Source, brought: Brought) -> OwnCode | None:
-    """Return the code of a trusted folder where its model, tokenizer or processor is built of it; else None."""
+    """Return the folder's own code where its model, tokenizer or processor is built of this code; else None.
+
+    The folder is one that the user trusts. Raises BadInput where a code file cannot be read.
+    """
     if brought.code != "foreign" or not names_code(config, source):
         return None
     if brought.classes != "own":

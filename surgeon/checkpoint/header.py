@@ -115,7 +115,10 @@ class Header:
 
 
 def read_header(fd: int, *, file: str) -> Header:
-    """Read and check the header of the open file `fd`; errors call it `file`. Raises BadInput."""
+    """Read and check the header of the open file `fd`; errors call it `file`.
+
+    Raises BadInput where the header breaks an invariant of the format, or the file's size does not fit it.
+    """
     size = os.fstat(fd).st_size
     first = _pread(fd, 64)
     length = header_length(first, file=file, file_size=size)
@@ -154,7 +157,10 @@ def header_length(first: bytes, *, file: str, file_size: int) -> int:
 
 
 def parse_header(prefix: bytes, *, file: str, file_size: int) -> Header:
-    """Parse the header from the first 8 + N bytes of a file of `file_size` bytes. Raises BadInput."""
+    """Parse the header from the first 8 + N bytes of a file of `file_size` bytes; errors call the file `file`.
+
+    Raises BadInput where the header breaks an invariant of the format, or the size does not fit it.
+    """
     shown = printable(file)
     if len(prefix) < 9 or prefix[8:9] != b"{":
         raise BadInput(f"{shown}: the header is not a JSON object; is this a safetensors file?")

@@ -158,7 +158,10 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
 
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
-    """Open a base, given as a folder or a Hub id, for callers that read no weights. Raises BadInput."""
+    """Open a base, given as a folder or a Hub id, for callers that read no weights.
+
+    Raises BadInput as `CheckpointFolder.open` and `remote_folder` do.
+    """
     base = meant(str(base))
     if Path(base).exists():
         return CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
@@ -268,7 +271,10 @@ class _Repository:
             return dict(zip(files, pool.map(self._header, files), strict=True))
 
     def _header(self, file: str) -> Header:
-        """Request and parse one shard's header, and remember the shard's size. Raises BadInput."""
+        """Request and parse one shard's header, and remember the shard's size.
+
+        Raises BadInput where a request fails or the header is damaged.
+        """
         first, size = self._prefix(file, 8)
         # The Hub resolves a git-lfs pointer to its file; a mirror may send the pointer itself.
         if first.startswith(b"version "):

@@ -84,7 +84,10 @@ class Adapter:
     tensors: Mapping[str, AdapterTensor]
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the factor of B A at `module` (a path in the base model), with patterns matched as in PEFT."""
+        """Return the factor that multiplies B A at `module` (a path in the base model); `rank` is the module's.
+
+        Patterns of `alpha_pattern` are matched as in PEFT.
+        """
         alpha = matched(self.alpha_pattern, module, self.alpha, self._matcher)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -288,7 +291,10 @@ def numbers_of(config: Mapping[str, Any], key: str, shown: str) -> dict[str, flo
 
 
 def _hashed(source: LocalSource, header: Header) -> dict[str, AdapterTensor]:
-    """Return dtype, shape and sha256 of each tensor in the adapter's file, sorted by name. Raises BadInput."""
+    """Return dtype, shape and sha256 of each tensor in the adapter's file, sorted by name.
+
+    Raises BadInput where the file changed or cannot be read.
+    """
     fd = source.open_shard(ADAPTER_WEIGHTS)
     try:
         return {

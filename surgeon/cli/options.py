@@ -87,7 +87,7 @@ class Spelling:
     off: bool = False
 
     def value(self, words: Any) -> Any:
-        """Return the function's value for the given words. Raises BadInput."""
+        """Return the function's value for the given words. Raises BadInput where they cannot be converted."""
         if self.off:
             return not words
         return words if self.convert is None else self.convert(words)

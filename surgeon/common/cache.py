@@ -125,7 +125,10 @@ def _prune(folder: Path, most: int) -> None:
 
 
 def digest_of(content: Any) -> str:
-    """Return a digest of JSON data, made of any mappings and sequences; it names an entry, or an answer in one."""
+    """Return a digest of JSON data, made of any mappings and sequences.
+
+    The digest serves as the name of an entry, or of an answer in an entry.
+    """
 
     def plain(each: Any) -> Any:
         """Return a mapping as a dict, any other sequence as a list."""

@@ -43,7 +43,10 @@ def free_bytes(path: Path) -> int:
 
 
 def check_room(path: Path, needed_bytes: int, *, what: str = "") -> None:
-    """Raise BadInput, with both numbers, where the file system of `path` has less room; `what` names the purpose."""
+    """Raise BadInput, with both numbers, where the file system of `path` has less than `needed_bytes` free.
+
+    `what` names the purpose in the error.
+    """
     free = free_bytes(path)
     if needed_bytes > free:
         raise BadInput(

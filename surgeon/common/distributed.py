@@ -83,7 +83,10 @@ class Ranks:
         return _opened(box[0])
 
     def gather(self, report: Report) -> list[Report]:
-        """Collect every rank's report on every rank; raise the first error among them."""
+        """Return the reports of all ranks, on every rank.
+
+        Raises Elsewhere for the first rank whose report is an error.
+        """
         if self.size == 1:
             reports = [report]
         else:

@@ -264,7 +264,10 @@ class _Builder:
 
 
 def _key_in(node: Any, step: str, option: str, above: str) -> str | int:
-    """Return the key, or the list entry's number, for one step of a dotted path. Raises BadInput."""
+    """Return the key, or the list entry's number, for one step of a dotted path.
+
+    Raises BadInput where the step leads into a value, or to no entry or several entries of a list.
+    """
     if isinstance(node, dict):
         return step
     if not isinstance(node, list):

@@ -157,7 +157,8 @@ class Documents:
         """Read a file to its end; return its documents' places, (documents, 4), int64.
 
         A place is the file's number, begin and end in bytes, and the line; for parquet the file's number, row group,
-        row and 0. With `most`, at most this many rows are read, unless some are bad. Raises BadInput.
+        row and 0. With `most`, at most this many rows are read, unless some are bad. Raises BadInput for an unreadable
+        file or bad rows.
         """
         readers: dict[str, Callable[[BinaryIO, Path], Iterator[Row]]] = {
             ".txt": self._pieces,

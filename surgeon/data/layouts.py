@@ -68,7 +68,7 @@ def _said(key: str, spec: RowsSpec) -> Layout:
     """Return the layout of a text under `key`: with a label for the kind `labels`; without a kind, also of messages."""
 
     def read(entry: Mapping[str, Any], where: str) -> Document:
-        """Return the text, labelled text or chat under the key. Raises BadInput."""
+        """Return the text, labelled text or chat under the key. Raises BadInput (prefix `where`) for anything else."""
         if spec.kind is None and _has_messages(entry[key]):
             return _listed(key).read(entry, where)
         text = _text(entry[key], key, where)
@@ -81,7 +81,7 @@ def _listed(key: str) -> Layout:
     """Return the layout of a chat whose messages are a list under `key`."""
 
     def read(entry: Mapping[str, Any], where: str) -> Chat:
-        """Return the chat under the key. Raises BadInput."""
+        """Return the chat under the key. Raises BadInput (prefix `where`) for anything else."""
         return _chat(entry, _turns(entry[key], f"`{printable(key)}`", where), where)
 
     return Layout((key,), _BESIDE, read)
@@ -95,7 +95,10 @@ def _answered(asks: str, answers: str, more: Sequence[str] = ()) -> Layout:
     """
 
     def read(entry: Mapping[str, Any], where: str) -> Chat:
-        """Return a chat of earlier turns, the question and the answer. Raises BadInput."""
+        """Return a chat of earlier turns, the question and the answer.
+
+        Raises BadInput (prefix `where`) for anything else.
+        """
         asked, answered = entry[asks], entry[answers]
         if isinstance(asked, str):
             beside = [_text(entry[key], key, where) for key in more if key != asks and entry.get(key) is not None]
@@ -202,7 +205,10 @@ def columns_of(names: Sequence[str], spec: RowsSpec, where: str) -> list[str]:
 
 
 def document_of(entry: Any, spec: RowsSpec, where: str) -> Document:
-    """Make a document from an entry of a file, or a row of a table. Raises BadInput (prefix `where`)."""
+    """Return the document in an entry of a file, or in a row of a table.
+
+    Raises BadInput (prefix `where`) where it contains none, or could be read in several ways.
+    """
     if not isinstance(entry, Mapping):
         raise BadInput(f"{printable(where)}: no JSON object ({printable(repr(entry), 40)}); write one a document")
     return layout_of(entry, spec, where).read(entry, where)

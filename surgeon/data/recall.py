@@ -196,7 +196,7 @@ def recalled(
     """Do the work of `recall` with an opened model; `shown` is the model's name in the record.
 
     With `once` the file may exist already, if the same model wrote it by the same settings, here; a signed file next to
-    it proves this.
+    it proves this. Then nothing is written again. Raises BadInput as `recall` does.
     """
     settings = _settled(folder, spec) | {"seed": seed, "dtype": dtype}
     there = os.path.lexists(target)

@@ -60,7 +60,7 @@ def _named(folder: Path, file: str, key: str) -> list[Any]:
 
 
 def _plain(name: Any, where: Path) -> str:
-    """Return a name, after checking that it is a plain name in the same folder. Raises BadInput."""
+    """Return a name unchanged. Raises BadInput where it is no plain name of a file or folder in the same folder."""
     if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise BadInput(
             f"{printable(str(where))}: names {printable(repr(name), 60)}, which is no name in the folder; {_AGAIN}"

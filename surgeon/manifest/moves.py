@@ -71,7 +71,7 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
 
 
 def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FILE) -> dict[str, Pieces]:
-    """Return where the base's tensors of these names are in the output.
+    """Return, by name, where the base's tensors `names` are in the output: as pieces of the output's tensors.
 
     A tensor that another value replaced is nowhere, or not complete. A tensor that keeps its own place is found there;
     else it is a part of other tensors. Tensors of removed layers are left out. Raises BadInput where the manifest does

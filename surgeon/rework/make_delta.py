@@ -118,7 +118,7 @@ class Delta:
 
     @property
     def told_beside(self) -> dict[str, str]:
-        """The manifest's digests of the restored tensors next to the weights, by their names there."""
+        """The digests in the manifest of the restored tensors next to the weights, by the tensors' names there."""
         named = {name for names in self.index.beside.values() for name in names}
         adapter = self.manifest.adapter
         told = {} if adapter is None else {name: tensor.sha256 for name, tensor in adapter.tensors.items()}
@@ -126,7 +126,7 @@ class Delta:
         return {name: digest for name, digest in told.items() if name in named}
 
     def edited(self, what: str) -> BadInput:
-        """Return the error for an index that contradicts itself."""
+        """Return the error for an index that contradicts itself in the way that `what` describes."""
         return _edited(self.shown, what)
 
     @classmethod

@@ -223,7 +223,10 @@ def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int
 
 
 def _is_alone(anatomy: Anatomy, target: str) -> bool:
-    """Return whether no other module of the model has the same last name as this module of its layers."""
+    """Return whether, in every layer, `target` is the only linear module whose path ends in its last name.
+
+    False where the model has further parts, such as an image tower, whose modules could have this name too.
+    """
     if anatomy.derivation.path or anatomy.beyond:
         return False
     last = target.rpartition(".")[2]

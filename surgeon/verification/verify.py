@@ -139,7 +139,7 @@ class _Pair:
 
     @classmethod
     def open(cls, base: str | Path, out: str | Path, *, trust_remote_code: bool) -> _Pair:
-        """Open both. Raises BadInput where they are the same folder, or one cannot be read."""
+        """Open the base and the output. Raises BadInput where they are the same folder, or one cannot be read."""
         base_folder, out_folder = (_opened(name, trust_remote_code) for name in (base, out))
         if base_folder.path.samefile(out_folder.path):
             raise BadInput(
@@ -169,7 +169,10 @@ class _Pair:
 
 
 def _opened(name: str | Path, trust_remote_code: bool) -> CheckpointFolder:
-    """Open a folder, or a checkpoint on the Hub, which is downloaded where necessary. Raises BadInput."""
+    """Open a folder, or a checkpoint on the Hub, which is downloaded where necessary.
+
+    Raises BadInput where it is not found or cannot be read.
+    """
     located = locate(str(name), revision=None, code=trust_remote_code)
     return CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
 
