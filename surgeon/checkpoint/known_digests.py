@@ -39,7 +39,7 @@ class Stamp:
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def same_content(self, other: Stamp) -> bool:
-        """Return whether it is the same file with the same content; its name and mode may have changed."""
+        """Return whether `other` is of the same file with the same content; its name and mode may have changed."""
         return astuple(self)[:-1] == astuple(other)[:-1]
 
 

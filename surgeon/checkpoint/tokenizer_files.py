@@ -88,7 +88,7 @@ class TokenizerJson:
 
     @classmethod
     def parse(cls, content: bytes) -> TokenizerJson:
-        """Read the file.
+        """Parse the content of a tokenizer.json.
 
         Raises BadInput for content that is no tokenizer.json, or of a kind that surgeon cannot change.
         """

@@ -123,7 +123,10 @@ def _is_shipped(config: Mapping[str, Any], listing: Mapping[str, int], source: S
 def _not_ours(
     config: Mapping[str, Any], listing: Mapping[str, int], source: Source, scripts: Iterable[str], *, ours: bool
 ) -> str:
-    """Describe the first thing in the folder that is, or leads to, code other than surgeon's; "" if there is none."""
+    """Describe the first thing in the folder that is, or leads to, code other than surgeon's; "" if there is none.
+
+    `ours`: the folder's code file is the code that this version ships.
+    """
     native = composition_of(config)
     if config.get("auto_map") and (native is None or config["auto_map"] != native.auto_map):
         earlier = str(config.get("model_type")).startswith(PREFIX) and "anatomy" not in config

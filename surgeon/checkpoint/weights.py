@@ -221,7 +221,7 @@ _FULL = {"gptq": _NEVER, "awq": _NEVER}
 
 
 def in_full(method: object) -> str:
-    """Return the end of an error about a quantised base: where to get the weights in full precision."""
+    """Return the end of an error about a quantised base: where to get full-precision weights; "" for most methods."""
     return _FULL.get(str(method), "")
 
 

@@ -60,7 +60,10 @@ class _Reader:
         self.line = 1
 
     def _more(self) -> bool:
-        """Read more, at least as much as is in memory (the beginning of one value); return False at the file's end."""
+        """Read more bytes into memory, at least as many as are there already; return False at the file's end.
+
+        The bytes in memory are the beginning of one value. Raises BadInput where they are too many.
+        """
         self._check_length(len(self._held))
         found = self._file.read(max(_PIECE, len(self._held)))
         self._held += found

@@ -126,7 +126,7 @@ class Stream(ABC, Generic[_T]):
         return [self.epoch, self.position, self.used]
 
     def restore(self, state: Sequence[int]) -> None:
-        """Return to the position `state`."""
+        """Go back to the position `state`, as `state()` returned it."""
         self.epoch, self.position, self.used = state
         self._order = None
 
@@ -234,7 +234,7 @@ class Mixture(Generic[_T]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Return to the position `state`."""
+        """Go back to the position `state`, as `state()` returned it."""
         self.credits, self.taken = list(state["credits"]), list(state["taken"])
         for stream in self.streams:
             stream.restore(state["sources"][stream.name])

@@ -362,7 +362,10 @@ def beginnings(path: str) -> str:
 
 
 def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[str], None]) -> Writer:
-    """Make the writer for the settings. Raises BadInput where the model cannot start from such beginnings."""
+    """Return the writer for the settings.
+
+    Raises BadInput where the model cannot start from the requested beginnings.
+    """
     lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else beginnings(settings["prompts"])
 
     from surgeon.data.writing import Writer

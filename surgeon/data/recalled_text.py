@@ -146,7 +146,7 @@ class TextSoFar:
 
     @classmethod
     def in_memory(cls) -> TextSoFar:
-        """Return an empty text, to which lines are added without being saved."""
+        """Return an empty text that `keep` can count into, without any file."""
         return cls(Path(), "", Counts(), hashlib.sha256())
 
     def keep(self, batch: list[Written], goal: int) -> bytes:
@@ -204,6 +204,8 @@ def _key(line: bytes) -> bytes:
 
 
 def judge(counts: Counts, settings: dict[str, Any]) -> None:
-    """Raise NearlyNothing where, after some batches, almost no text of the model can be kept."""
+    """Raise NearlyNothing where, after `_JUDGED` batches, a smaller share than `_LEAST_KEPT` of the documents was
+    kept.
+    """
     if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
         raise NearlyNothing.of(counts, settings)

@@ -87,7 +87,10 @@ _HEADER, _DATA, _COMPRESSION = 2, 1, 3
 
 
 def _is_compressed(message: Any, kind: str) -> bool:
-    """Return whether a flatbuffer `Message` has compressed columns. Raises StructError, ValueError."""
+    """Return whether a flatbuffer `Message` of this kind (`record batch` or `dictionary`) has compressed columns.
+
+    Raises StructError or ValueError where the message is damaged.
+    """
     batch = _table(message, _table(message, 0, None), _HEADER)
     if kind == "dictionary":
         batch = _table(message, batch, _DATA)

@@ -60,7 +60,7 @@ class OpenedSource:
 
 
 def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
-    """Return what is missing or wrong in the first rows of a source, as pairs of config key and message."""
+    """Return faults in the first rows of a source, or a missing library, as pairs of (config key, message)."""
     wrong: list[tuple[str, str]] = []
     paths = [("path", source.path)]
     if isinstance(source, SourceSpec) and source.generate is not None:

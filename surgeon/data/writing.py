@@ -76,7 +76,7 @@ class Writer:
         self.model = load_model(self.folder, dtype=self.settings["dtype"], device=device, say=say)
 
     def write(self, number: int) -> list[Written]:
-        """Write the documents of batch `number`."""
+        """Write the documents of batch `number`; return them, with the facts by which they are filtered."""
         drawn = generator(self.settings["seed"], "recall", number)
         chosen = drawn.integers(len(self.prompts), size=self.settings["batch"])
         seeds = drawn.integers(2**63, size=2)
@@ -159,7 +159,8 @@ class Writer:
     def _end_of(self, turns: list[dict[str, str]], whose: str) -> set[int]:
         """Return the token with which the template ends the words in these turns, as a set.
 
-        The set is empty where an assistant's turn has no such token and the model's own end tokens suffice.
+        The set is empty where an assistant's turn has no such token and the model's own end tokens suffice. Raises
+        NearlyNothing where nothing would end the turn, or the template does not write the words unchanged.
         """
         found = self.prompter.end_of_turn(turns)
         if found is None:

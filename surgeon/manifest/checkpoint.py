@@ -87,7 +87,9 @@ class Checkpoint:
 
     @property
     def base_ids(self) -> set[str]:
-        """The ids of the checkpoints from which it was made, by surgery.json."""
+        """The ids of the checkpoints from which this one was made, by surgery.json; empty for a checkpoint without
+        surgery.
+        """
         if self.manifest is None:
             return set()
         return {self.manifest.base.id, *(ancestor.base.id for ancestor in self.manifest.lineage)}
@@ -109,12 +111,12 @@ class Checkpoint:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it has a classification head."""
+        """Whether the model has a classification head."""
         return is_classifier(self.config)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of its classification head, in order; empty where there are none."""
+        """The labels of the model's classification head, in order; empty where config.json names none."""
         return label_names(self.config)
 
     @property
@@ -129,7 +131,7 @@ class Checkpoint:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template, or None."""
+        """The tokenizer's chat template; None where there is none."""
         return template_of(self.folder)
 
     def linear_modules(self) -> tuple[list[str], str]:
@@ -167,9 +169,9 @@ class Checkpoint:
         return {name: hashlib.sha256(source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest() for name in names}
 
     def changed_tensors(self) -> list[str]:
-        """Return the tensors that differ from their entries in surgery.json.
+        """Return the names of tensors that differ from their entries in surgery.json, in dtype, shape or bytes.
 
-        Raises BadInput where there is no surgery.json.
+        Reads all tensors. Raises BadInput where there is no surgery.json.
         """
         recorded = recorded_tensors(manifest_of(self.folder), file=str(self.path / MANIFEST_FILE))
         digests, infos = self.digests(), self.folder.tensors

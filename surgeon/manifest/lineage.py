@@ -145,7 +145,7 @@ class Lineage:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
 
     def _kept(self, number: int) -> dict[str, Pieces]:
-        """Return where the tensors of state `number` are in the output.
+        """Return, by name, where the tensors of state `number` are in the output: as pieces of its tensors.
 
         Raises BadInput where a surgery removed or replaced one.
         """

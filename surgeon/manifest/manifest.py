@@ -167,18 +167,18 @@ class NewTensor(StoredTensor):
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The base's bytes in it, parsed from `spans`."""
+        """The base's bytes in this tensor, parsed from `spans`."""
         each = ((name, map(int, span.split())) for name, text in self.spans.items() for span in text.split("; "))
         return Pieces.of(self.nbytes, (Span(name, *numbers) for name, numbers in each))
 
     @cached_property
     def kept(self) -> Pieces:
-        """The base's bytes in it that do not train when the new tensors train."""
+        """The base's bytes in this tensor that do not train when the new tensors train."""
         return that_stay(self.pieces, self.holds)
 
     @property
     def is_copy(self) -> bool:
-        """Whether it begins as a copy of one tensor that also stays in its own place."""
+        """Whether this tensor begins as a copy of one tensor that also stays in its own place."""
         return self.holds == "copied"
 
     @property
@@ -435,7 +435,7 @@ class Manifest(Surgery):
         return self.model_dump(exclude_unset=True)
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
+        """Return the content of surgery.json."""
         return (json.dumps(self.data(), indent=1, ensure_ascii=False) + "\n").encode()
 
 

@@ -131,7 +131,7 @@ class Delta:
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> Delta:
-        """Open a local folder. Raises BadInput, in one line, for the first thing that is wrong."""
+        """Open a local folder. Raises BadInput, in one line, for the first file that is missing, edited or damaged."""
         source = LocalSource(path)
         listing = source.listing()
         if DELTA_FILE not in listing:

@@ -187,9 +187,10 @@ def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:
 
 
 def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int) -> list[Piece]:
-    """Return the slot's LoRAs in deep layers and the shared LoRAs below.
+    """Return the slot's LoRAs in deep layers and the shared LoRAs below, sorted by layer and module.
 
-    Raises BadInput for a slot that does not exist.
+    Raises BadInput for a slot that does not exist or has no LoRA, and for LoRAs in layers or branches that the base
+    lacks.
     """
     shown = printable(str(out.path))
     grafts = grafts_of(out.config)
