@@ -235,7 +235,7 @@ class _Repository:
         return dict(sorted(found.items()))
 
     def tree(self) -> Iterator[str]:
-        """Return every file of the repository."""
+        """Return an iterator over the names of all files of the repository."""
         return iter(self.files)
 
     def small(self, name: str, *, max_bytes: int) -> bytes:

@@ -155,12 +155,12 @@ class AdapterFolder:
 
     @property
     def shown(self) -> str:
-        """The path of its config, for messages."""
+        """The path of the adapter's config file, for messages."""
         return printable(str(self._source.path / ADAPTER_CONFIG))
 
     @property
     def shown_weights(self) -> str:
-        """The path of its tensor file, for messages."""
+        """The path of the adapter's tensor file, for messages."""
         return printable(str(self._source.path / ADAPTER_WEIGHTS))
 
     def check_settings(self, known: Collection[str], reasons: Mapping[str, str], advice: str) -> None:

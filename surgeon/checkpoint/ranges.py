@@ -133,9 +133,9 @@ def _copy_in_kernel(
     count: int,
     progress: Callable[[int], None] | None,
 ) -> int:
-    """Return how many bytes the kernel copied.
+    """Copy by the kernel as far as possible; return how many bytes were copied.
 
-    If fewer than `count`, the copy through a buffer continues and finds the cause.
+    If these are fewer than `count`, the copy through a buffer continues and finds the cause.
     """
     copied = 0
     # macOS has no such call.

@@ -110,7 +110,7 @@ class Staging:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Unlock the working folder; remove it where no file is finished.
 
-        Errors then name `out` instead of the staged folder.
+        A BadInput then names `out`, not the staged folder.
         """
         if isinstance(error, BadInput) and error.args:
             # The user knows OUT and its files, not the staged ones.

@@ -179,8 +179,8 @@ def send(
     """Upload `files` and commit them, deleting the `stale` files; create the repository and branch where necessary.
 
     `check_unchanged` is called between upload and commit and raises where a local file changed after it was checked.
-    Raises BadInput where the Hub refuses or cannot be reached; the repository is unchanged then, and blobs that arrived
-    are not sent again.
+    Raises BadInput where the Hub refuses or cannot be reached; no commit is made then (a new repository or branch may
+    exist already), and blobs that arrived are not sent again.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

@@ -45,7 +45,7 @@ class Plugin:
 def plugins(group: str) -> tuple[Plugin, ...]:
     """Return all entry points of a group, loaded, sorted by name.
 
-    Raises BadInput that names a broken one's distribution.
+    Raises BadInput, which names the distribution, for an entry point that cannot be loaded.
     """
     found = (entry for entry in _installed() if entry.group == group)
     return tuple(_loaded(entry) for entry in sorted(found, key=lambda entry: entry.name))

@@ -42,12 +42,12 @@ class Message:
 
     @property
     def answers(self) -> bool:
-        """Whether the loss counts it."""
+        """Whether the loss counts the message."""
         return self.role == ASSISTANT and self.counts
 
     @property
     def says(self) -> bool:
-        """Whether it has text, or an assistant's calls or thoughts."""
+        """Whether the message has text, or an assistant's calls or thoughts."""
         return bool(self.content.strip()) or any(key in self.more for key in _INSTEAD_OF_WORDS)
 
     def turn(self) -> dict[str, Any]:

@@ -204,8 +204,6 @@ def _key(line: bytes) -> bytes:
 
 
 def judge(counts: Counts, settings: dict[str, Any]) -> None:
-    """Raise NearlyNothing where, after `_JUDGED` batches, a smaller share than `_LEAST_KEPT` of the documents was
-    kept.
-    """
+    """Raise NearlyNothing where, after `_JUDGED` batches, too few documents were kept (`_LEAST_KEPT`)."""
     if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
         raise NearlyNothing.of(counts, settings)

@@ -24,7 +24,7 @@ class Ratio:
     interval: tuple[float, float] | None
 
     def map(self, function: Callable[[float], float]) -> Ratio:
-        """Apply an increasing function to the value and to both ends of its interval."""
+        """Return the ratio with an increasing function applied to the value and to both ends of the interval."""
         ends = None if self.interval is None else (function(self.interval[0]), function(self.interval[1]))
         return Ratio(function(self.value), ends)
 
@@ -116,7 +116,7 @@ class Scores:
         return ratio(self.bits, windows.nbytes)
 
     def loss_difference(self, first: Scores) -> Ratio:
-        """Return this loss minus the loss of `first`, on the same tokens, paired by unit."""
+        """Return this model's loss minus the loss of `first`, on the same tokens, paired by unit."""
         return difference(self.nats, self.tokens, first.nats, first.tokens)
 
     def bits_difference(self, windows: Windows, first: Scores, first_windows: Windows) -> Ratio:

@@ -193,12 +193,11 @@ def judge_examples(
     processes: int = 1,
     advance: Callable[[int], None] = lambda _examples: None,
 ) -> Judged:
-    """Run `model`, in eval mode, over `examples`, `micro_batch` of similar length at a time; return the results in
-    order.
+    """Run `model`, in eval mode, over `examples`, `micro_batch` of similar length at a time.
 
-    Cross-entropy is in float32 over the model's logits, without auxiliary losses. Shorter examples are padded with the
-    token id `pad`. With `processes`, each process runs its share and all return the same result. `advance` receives the
-    number of examples just completed.
+    Returns the results in the examples' order. Cross-entropy is in float32 over the model's logits, without auxiliary
+    losses. Shorter examples are padded with the token id `pad`. With `processes`, each process runs its share and all
+    return the same result. `advance` receives the number of examples just completed.
     """
     training = model.training
     model.eval()

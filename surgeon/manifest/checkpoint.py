@@ -87,9 +87,7 @@ class Checkpoint:
 
     @property
     def base_ids(self) -> set[str]:
-        """The ids of the checkpoints from which this one was made, by surgery.json; empty for a checkpoint without
-        surgery.
-        """
+        """The ids of the checkpoints from which this one was made, by surgery.json; empty without surgery.json."""
         if self.manifest is None:
             return set()
         return {self.manifest.base.id, *(ancestor.base.id for ancestor in self.manifest.lineage)}

@@ -91,7 +91,10 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
 
 
 def _at_home(manifest: Surgery, homes: Mapping[str, str]) -> dict[str, str]:
-    """Return the base tensors that stay unchanged under their own names: neither absorbed nor replaced by others."""
+    """Return, by name in the base, the names in the output of the base tensors that keep their own place unchanged.
+
+    These are the tensors of `homes` that are neither absorbed nor replaced by new tensors.
+    """
     taken_in = {
         source
         for name, each in manifest.new_tensors.items()

@@ -113,7 +113,7 @@ class Delta:
 
     @property
     def shown(self) -> str:
-        """The name of its index in error messages."""
+        """The path of the delta's index in error messages."""
         return printable(str(self.path / DELTA_FILE))
 
     @property

@@ -174,7 +174,7 @@ class Beside:
 
     @property
     def names(self) -> set[str]:
-        """The names of all these files."""
+        """The names of all files that must be next to the weights."""
         return {CONFIG_FILE, *self.code, *self.known, *self.grown}
 
 
