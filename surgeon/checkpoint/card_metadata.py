@@ -44,7 +44,10 @@ NOTHING_KNOWN = Metadata()
 
 
 def metadata_of(folder: CheckpointFolder) -> Metadata:
-    """Return the metadata of a checkpoint's card, without `base_model` if the checkpoint is no output of surgeon."""
+    """Return the metadata of a checkpoint's card; empty where the card is missing or unreadable.
+
+    `base_model` is left out where the checkpoint is no output of surgeon.
+    """
     if CARD_FILE not in folder.source.listing():
         return NOTHING_KNOWN
     try:
@@ -96,10 +99,12 @@ def block_of(entries: dict[str, Any]) -> str:
 
 
 def _several(value: object, pattern: re.Pattern[str]) -> tuple[str, ...]:
+    """Return the distinct strings in a card's value (one or a list) that fit `pattern`; drop others silently."""
     values = value if isinstance(value, list) else [value]
     fitting = [v for v in values[:_MOST_ENTRIES] if isinstance(v, str) and pattern.fullmatch(v)]
     return tuple(dict.fromkeys(fitting))
 
 
 def _first(value: object, pattern: re.Pattern[str]) -> str | None:
+    """Return the first string among a card's value (one or a list) that fits `pattern`; None where none fits."""
     return next(iter(_several(value, pattern)), None)

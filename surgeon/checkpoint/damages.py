@@ -56,7 +56,10 @@ def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
 
 
 def empty_of(tensors: Iterable[TensorInfo]) -> str:
-    """Return a line on the first tensor without elements, as ZeRO-3 leaves them; "" where there is none."""
+    """Return an error line on the first tensor without elements; "" where there is none.
+
+    ZeRO-3 writes such tensors where it does not gather them.
+    """
     why = (
         "no numbers in it, as ZeRO-3 leaves tensors where it does not gather them; save again with"
         " `stage3_gather_16bit_weights_on_model_save: true`, or run the checkpoint's zero_to_fp32.py"
@@ -65,8 +68,9 @@ def empty_of(tensors: Iterable[TensorInfo]) -> str:
 
 
 def around(names: Iterable[str], known: str, below: str) -> str:
-    """Return the extra part in stored names compared with the model's, and a command to remove it; else a last guess.
+    """Return a hint on the extra part that stored tensor names have compared with the model's names.
 
+    The hint ends with a command that removes the part; where no plain extra part is found, the hint is `ANOTHER`.
     `known` is the beginning of the model's names, `below` the rest of one of them.
     """
     stored = next((name.removesuffix(below) for name in names if name.endswith(f".{below}")), known)
@@ -82,7 +86,7 @@ def unwrapped(name: str) -> str:
 
 
 def led_below(files: Iterable[str], wanted: str) -> str:
-    """Return a hint where `wanted` exists in other letter case or in subfolders; "" where it does not.
+    """Return a hint where `files` contains `wanted` in other letter case or in subfolders; "" where it does not.
 
     Among subfolders, the hint names the last checkpoint's.
     """

@@ -58,9 +58,9 @@ class CheckpointFolder:
     validated. `notes` are lines for the user. `code` states which code is in the folder: none, exactly the code that
     this version of surgeon ships for its config, or foreign code. Foreign code is listed by `scripts`, described by
     `foreign`, and trusted by the user, for this folder only. `classes` states whose classes the model is built of.
-    Where they are the folder's own, `own` is their code, whose files count as side files too. Where code was left out,
-    `config` is the config without it, `settings` contains the side files without it, and `model_code` names the model
-    class in that code.
+    Where the model, tokenizer or processor is built of the folder's own code, `own` is that code, whose files count as
+    side files too. Where code was left out, `config` is the config without it, `settings` contains the side files
+    without it, and `model_code` names the model class in that code.
     """
 
     path: Path
@@ -90,7 +90,11 @@ class CheckpointFolder:
 
     @classmethod
     def assemble(cls, source: Source, *, path: Path, trust_remote_code: bool) -> CheckpointFolder:
-        """Read and check everything but the weights. Raises BadInput."""
+        """Build the folder from `source`: read and check everything but the weights.
+
+        `path` is stored as the folder's path. Raises BadInput for the first fault, ForeignCode (a BadInput) where the
+        folder needs its own code and it is not trusted.
+        """
         listing = source.listing()
         if DELTA_FILE in listing:
             raise BadInput(
@@ -243,6 +247,7 @@ class ReadAhead:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _fill(self) -> None:
+        """Start background reads of the waiting tensors, in order, as long as they fit into the free bytes."""
         free = self._room - self._bytes(self._coming)
         while self._waiting and self._base.tensors[self._waiting[0]].nbytes <= free:
             name = self._waiting.popleft()
@@ -250,6 +255,7 @@ class ReadAhead:
             self._coming[name] = self._reader.submit(self._base.read, name)
 
     def _bytes(self, names: Sequence[str] | dict[str, Future[bytearray]]) -> int:
+        """Return the size in bytes of the named tensors together."""
         return sum(self._base.tensors[name].nbytes for name in names)
 
 
@@ -287,6 +293,7 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
     opened = {file: folder.open_shard(file) for file in folder.shards}
 
     def digest(name: str) -> tuple[str, str]:
+        """Return (name, hex sha256) of one tensor, and report its bytes to `advance`."""
         info = folder.tensors[name]
         found = sha256_range(opened[info.file], info.begin, info.end)
         advance(info.nbytes)
@@ -301,6 +308,10 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
 
 
 def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
+    """Return the checked content of config.json, with infinities and NaN in tagged form.
+
+    Raises BadInput where it is missing, no JSON object, or has a field of class names in a wrong form.
+    """
     if CONFIG_FILE not in listing and f"{CONFIG_FILE}/" not in listing:
         raise BadInput(
             f"{source.shown}: no config.json here"
@@ -338,7 +349,10 @@ def _check_names(config: dict[str, Any], where: str, shown: str) -> None:
 
 
 def _own_code(config: Mapping[str, Any], source: Source, brought: Brought) -> OwnCode | None:
-    """Return the code of a trusted folder where its model, tokenizer or processor is built of it; else None."""
+    """Return the folder's own code where its model, tokenizer or processor is built of this code; else None.
+
+    The folder is one that the user trusts. Raises BadInput where a code file cannot be read.
+    """
     if brought.code != "foreign" or not names_code(config, source):
         return None
     if brought.classes != "own":
@@ -353,6 +367,10 @@ def _manifest(source: Source) -> dict[str, Any]:
 
 
 def _object(source: Source, name: str, max_bytes: int, *, constants: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a small file; with `constants`, NaN and Infinity are accepted.
+
+    Raises BadInput where the file cannot be read or contains no valid object.
+    """
     content = source.small(name, max_bytes=max_bytes)
     found = parse_json_strict(content, file=name, max_bytes=max_bytes, constants=constants)
     if not isinstance(found, dict):
@@ -364,10 +382,16 @@ def _object(source: Source, name: str, max_bytes: int, *, constants: bool = Fals
 
 
 def _set_aside(listing: dict[str, int], shards: tuple[str, ...]) -> dict[str, str]:
+    """Return weights in other formats next to the shards, by printable name, each with what it does."""
     return {printable(name): does for name, does in beside_weights(listing, shards).items()}
 
 
 def _side_files(source: Source, listing: dict[str, int], notes: list[str]) -> tuple[str, ...]:
+    """Return the names of the side files that an output keeps.
+
+    Files that are too large or no regular files are left out, and a line about each is appended to `notes`. Raises
+    BadInput for a local JSON file that is invalid.
+    """
     carried: list[str] = []
     for name, size in listing.items():
         if not is_side_file(name):

@@ -115,7 +115,10 @@ class Header:
 
 
 def read_header(fd: int, *, file: str) -> Header:
-    """Read and check the header of the open file `fd`; errors call it `file`. Raises BadInput."""
+    """Read and check the header of the open file `fd`; errors call it `file`.
+
+    Raises BadInput where the header breaks an invariant of the format, or the file's size does not fit it.
+    """
     size = os.fstat(fd).st_size
     first = _pread(fd, 64)
     length = header_length(first, file=file, file_size=size)
@@ -154,7 +157,10 @@ def header_length(first: bytes, *, file: str, file_size: int) -> int:
 
 
 def parse_header(prefix: bytes, *, file: str, file_size: int) -> Header:
-    """Parse the header from the first 8 + N bytes of a file of `file_size` bytes. Raises BadInput."""
+    """Parse the header from the first 8 + N bytes of a file of `file_size` bytes; errors call the file `file`.
+
+    Raises BadInput where the header breaks an invariant of the format, or the size does not fit it.
+    """
     shown = printable(file)
     if len(prefix) < 9 or prefix[8:9] != b"{":
         raise BadInput(f"{shown}: the header is not a JSON object; is this a safetensors file?")
@@ -172,6 +178,7 @@ def parse_header(prefix: bytes, *, file: str, file_size: int) -> Header:
 
 
 def _metadata(found: Any, shown: str) -> dict[str, str]:
+    """Return the header's metadata unchanged. Raises BadInput where it does not map strings to strings."""
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise BadInput(f"{shown}: `{_METADATA}` in the header must map strings to strings; {_AGAIN}")
     return found
@@ -182,6 +189,10 @@ class _Odd(ValueError):
 
 
 def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
+    """Return the checked entry of one tensor.
+
+    Raises BadInput, with the file's and tensor's names, for a faulty entry.
+    """
     try:
         return _checked(name, entry, file, data_begin)
     except _Odd as odd:
@@ -189,6 +200,10 @@ def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
 
 
 def _checked(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
+    """Return one tensor's entry with file offsets.
+
+    Raises _Odd where fields, dtype, shape or data offsets are faulty.
+    """
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise _Odd("expected exactly dtype, shape and data_offsets in the header")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -208,11 +223,13 @@ def _checked(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
 
 
 def _counts(found: Any) -> bool:
+    """Return whether a JSON value is a list of whole numbers from 0 to 2^63 - 1."""
     # `type`, not isinstance: JSON's true is an int to Python.
     return isinstance(found, list) and all(type(n) is int and 0 <= n <= _MAX_COUNT for n in found)
 
 
 def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Return the size in bytes of a tensor. Raises _Odd on overflow, or where it is not a whole number of bytes."""
     bits = 1
     for size in (*shape, DTYPE_BITS[dtype]):
         bits *= size
@@ -225,6 +242,7 @@ def _nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def _check_contiguous(tensors: Sequence[TensorInfo], shown: str, data_begin: int, file_size: int) -> None:
+    """Raise BadInput where the sorted tensors do not fill the file from `data_begin` on, one directly after another."""
     position = data_begin
     for info in tensors:
         if info.begin != position:
@@ -243,12 +261,12 @@ def _check_contiguous(tensors: Sequence[TensorInfo], shown: str, data_begin: int
 def build_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, metadata: Mapping[str, str], phase: int = 0
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the bytes before the data of a file that holds `tensors` (name, dtype, shape) in this order.
+    """Build the header of a file that holds `tensors` (name, dtype, shape) in this order.
 
-    The result is the prefix (length, JSON padded with spaces) and each tensor's absolute (begin, end). The data begins
-    at `phase` modulo 64: float32 products on mapped weights round by their alignment, so a copy that must compute the
-    same bits needs its original's alignment. The same arguments give the same bytes. Raises BadInput where the result
-    could not be read back.
+    Return (prefix, places): the bytes before the data (length, JSON padded with spaces), and each tensor's absolute
+    (begin, end) in bytes. The data begins at `phase` modulo 64: float32 products on mapped weights round by their
+    alignment, so a copy that must compute the same bits needs its original's alignment. The same arguments give the
+    same bytes. Raises BadInput where the result could not be read back.
     """
     assert phase % 8 == 0, phase
     header: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}

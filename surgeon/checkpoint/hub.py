@@ -74,9 +74,9 @@ def locate(base: str, *, revision: str | None, code: bool = False, download: boo
     """Find a base: a local path, or `user/name[@revision]` on the Hub, downloaded into the cache where necessary.
 
     The download contains config, index, manifest, allow-listed side files and exactly the shards that hold the weights.
-    It never contains a pickle, and contains Python files only with `code`. Without `download` only the cache is
-    searched. Raises BadInput where the base is not found or gated, the revision is unknown, or it is neither cached nor
-    reachable.
+    It never contains a pickle, and contains Python files only with `code`. Offline or without `download`, only the
+    cache is searched. Raises BadInput where the base is not found or gated, the revision is unknown, or the base is
+    neither cached nor reachable.
     """
     base = meant(base)
     if Path(base).exists():
@@ -88,6 +88,7 @@ def locate(base: str, *, revision: str | None, code: bool = False, download: boo
         return _cached(repo_id, revision)
 
     def choose(repository: _Repository) -> list[str]:
+        """Return the names of the files to download: side files, and the weight files that transformers would load."""
         names = [name for name in repository.files if _comes_along(name, repository.files[name], code=code)]
         return [*names, *choose_weights(repository).files]
 
@@ -104,6 +105,10 @@ def locate_adapter(adapter: str) -> Located:
         return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
 
     def choose(repository: _Repository) -> list[str]:
+        """Return the names of the adapter's files and side files.
+
+        Raises BadInput where the adapter's files are missing.
+        """
         check_adapter_files(repository.files, repository.shown, repository.files)
         beside = [name for name, size in repository.files.items() if is_side_file(name) and size <= MAX_SIDE_FILE_BYTES]
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *beside]
@@ -124,6 +129,7 @@ def locate_delta(delta: str) -> Located:
         return _snapshot(repo_id, revision, [DELTA_FILE], offline=True)
 
     def choose(repository: _Repository) -> list[str]:
+        """Return the names of the files that a delta may contain. Raises BadInput where the repository is no delta."""
         if DELTA_FILE not in repository.files:
             raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
         return [
@@ -152,7 +158,10 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
 
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
-    """Open a base, given as a folder or a Hub id, for callers that read no weights. Raises BadInput."""
+    """Open a base, given as a folder or a Hub id, for callers that read no weights.
+
+    Raises BadInput as `CheckpointFolder.open` and `remote_folder` do.
+    """
     base = meant(str(base))
     if Path(base).exists():
         return CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
@@ -162,7 +171,8 @@ def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: b
 def _at_one_commit(repo_id: str, revision: str | None, choose: Callable[[_Repository], list[str]]) -> Located:
     """Download the files that `choose` selects from a repository, all at the commit that was listed.
 
-    The client receives the revision's name, so that its cache records which commit this revision was.
+    The client receives the revision's name, so that its cache records which commit this revision was. Raises BadInput
+    where the revision moved to another commit at each of `_MOVES` attempts.
     """
     for _ in range(_MOVES):
         repository = _Repository.ask(repo_id, revision)
@@ -179,7 +189,10 @@ def _at_one_commit(repo_id: str, revision: str | None, choose: Callable[[_Reposi
 
 @dataclass(frozen=True)
 class _Repository:
-    """One commit of a Hub repository, as a source of headers and small files."""
+    """One commit of a Hub repository, as a source of headers and small files.
+
+    `files` maps file names to sizes in bytes; `_sizes` gets the size of each shard when its header is read.
+    """
 
     repo_id: str
     commit: str
@@ -188,6 +201,7 @@ class _Repository:
 
     @classmethod
     def ask(cls, repo_id: str, revision: str | None) -> _Repository:
+        """Ask the Hub for the files of a revision and its commit. Raises BadInput where the call fails."""
         from huggingface_hub import HfApi
 
         info = call_hub(
@@ -221,7 +235,7 @@ class _Repository:
         return dict(sorted(found.items()))
 
     def tree(self) -> Iterator[str]:
-        """Return every file of the repository."""
+        """Return an iterator over the names of all files of the repository."""
         return iter(self.files)
 
     def small(self, name: str, *, max_bytes: int) -> bytes:
@@ -249,11 +263,18 @@ class _Repository:
         """Do nothing: every file on the Hub is a regular file."""
 
     def headers(self, files: list[str]) -> dict[str, Header]:
-        """Return each shard's header by two requests: first the 8 bytes with its length, then the whole header."""
+        """Return each shard's header by two requests: first the 8 bytes with its length, then the whole header.
+
+        Raises BadInput where a request fails or a header is damaged.
+        """
         with ThreadPoolExecutor(_HEADERS_AT_ONCE, thread_name_prefix="headers") as pool:
             return dict(zip(files, pool.map(self._header, files), strict=True))
 
     def _header(self, file: str) -> Header:
+        """Request and parse one shard's header, and remember the shard's size.
+
+        Raises BadInput where a request fails or the header is damaged.
+        """
         first, size = self._prefix(file, 8)
         # The Hub resolves a git-lfs pointer to its file; a mirror may send the pointer itself.
         if first.startswith(b"version "):
@@ -264,7 +285,11 @@ class _Repository:
         return parse_header(prefix, file=file, file_size=size)
 
     def _prefix(self, file: str, count: int) -> tuple[bytes, int]:
-        """Return the first `count` bytes of a file and the size of the whole file."""
+        """Return the first `count` bytes of a file and the size of the whole file in bytes.
+
+        Errors that may be temporary are retried after a pause. Raises BadInput for other errors, and after the last
+        attempt.
+        """
         within = seconds_for(count)
         for attempt in range(_ATTEMPTS - 1):
             try:
@@ -276,6 +301,10 @@ class _Repository:
         return call_hub(lambda: self._request(file, count), self.repo_id, self.commit, within=within)
 
     def _request(self, file: str, count: int) -> tuple[bytes, int]:
+        """Send one range request; return the first `count` bytes of a file and the size of the whole file in bytes.
+
+        Raises BadInput where the answer is compressed or reports no size; the client's errors are passed on.
+        """
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import (  # type: ignore[attr-defined]
             build_hf_headers,
@@ -342,6 +371,7 @@ def dataset_commit(repo_id: str, revision: str | None) -> str:
 
 
 def _commit_of(info: Any, repo_id: str) -> str:
+    """Return the full commit hash in the Hub's answer. Raises BadInput where there is none."""
     if info.sha is None or not is_commit(info.sha):
         raise BadInput(f"{printable(repo_id)}: the Hub names no commit; try again")
     return str(info.sha)
@@ -367,6 +397,10 @@ def _cached(repo_id: str, revision: str | None) -> Located:
 def _snapshot(
     repo_id: str, revision: str | None, names: list[str], *, offline: bool = False, within: float | None = None
 ) -> Located:
+    """Download these files of a repository into the cache (`offline`: only look them up); return where they are.
+
+    Raises BadInput where the call fails or takes longer than `within` seconds (None: no limit).
+    """
     from huggingface_hub import snapshot_download
 
     with bars_on_terminals_only():

@@ -76,6 +76,7 @@ def in_time(ask: Callable[[], _T], repo_id: str, within: float) -> _T:
     raised: list[BaseException] = []
 
     def answer() -> None:
+        """Call `ask`, and store its result in `found` or its error in `raised`."""
         try:
             found.append(ask())
         except BaseException as error:
@@ -96,7 +97,10 @@ def in_time(ask: Callable[[], _T], repo_id: str, within: float) -> _T:
 
 
 def call_hub(ask: Callable[[], _T], repo_id: str, revision: str | None, *, within: float | None = None) -> _T:
-    """Call the client; turn every error, and a timeout, into a BadInput of one line."""
+    """Return the result of the call `ask` to the client; turn every error into a BadInput of one line.
+
+    With `within`, a call that takes longer than that many seconds raises BadInput too.
+    """
     try:
         return ask() if within is None else in_time(ask, repo_id, within)
     except Exception as error:
@@ -113,7 +117,10 @@ def is_transient(error: Exception) -> bool:
 
 
 def refuse_call(error: Exception, repo_id: str, revision: str | None) -> Never:
-    """Raise BadInput with one line and advice for an error of the client or of a library that it uses."""
+    """Raise BadInput with one line and advice for an error of the client or of a library that it uses.
+
+    A BadInput or MemoryError is raised again unchanged.
+    """
     from huggingface_hub import constants, errors
 
     if isinstance(error, BadInput | MemoryError):
@@ -147,6 +154,7 @@ def refuse_call(error: Exception, repo_id: str, revision: str | None) -> Never:
 
 
 def _status(code: int) -> str:
+    """Return a description of an HTTP error code of the Hub, with advice."""
     if code in (401, 403):
         return (
             f"access refused by the Hub ({code}); log in with a token that may read it (`hf auth login`, or HF_TOKEN)"

@@ -74,6 +74,7 @@ def kind_of(given: str) -> Kind:
 
 
 def _folder_kind(names: set[str]) -> Kind:
+    """Return the kind of a folder, judged by the names in it."""
     if DELTA_FILE in names:
         return "a delta"
     if MANIFEST_FILE in names:
@@ -82,9 +83,10 @@ def _folder_kind(names: set[str]) -> Kind:
 
 
 def mixed_up(arguments: Sequence[Argument]) -> str:
-    """Return a question whether arguments were swapped, where in another order every kind would fit its place.
+    """Return a line on arguments that look swapped or misplaced; "" where all fit, or nothing is recognised.
 
-    Else return which argument is of a kind that its place never accepts; "" where all fit, or nothing is recognised.
+    Where another order makes every kind fit its place, the line asks whether arguments were swapped. Else it names an
+    argument of a kind that its place never accepts.
     """
     kinds = [kind_of(argument.given) for argument in arguments]
     wrong = [number for number, kind in enumerate(kinds) if not _fits(kind, arguments[number])]
@@ -107,8 +109,10 @@ def mixed_up(arguments: Sequence[Argument]) -> str:
 
 
 def _all_fit(order: Sequence[int], kinds: Sequence[Kind], arguments: Sequence[Argument]) -> bool:
+    """Return whether every argument fits when place n receives the argument number `order[n]`."""
     return all(_fits(kinds[number], arguments[place]) for place, number in enumerate(order))
 
 
 def _fits(kind: Kind, argument: Argument) -> bool:
+    """Return whether an argument accepts a file or folder of this kind."""
     return kind in argument.takes

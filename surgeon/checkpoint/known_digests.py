@@ -39,7 +39,7 @@ class Stamp:
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def same_content(self, other: Stamp) -> bool:
-        """Return whether it is the same file with the same content; its name and mode may have changed."""
+        """Return whether `other` is of the same file with the same content; its name and mode may have changed."""
         return astuple(self)[:-1] == astuple(other)[:-1]
 
 
@@ -68,7 +68,10 @@ def known_digests(stamp: Stamp, header: Header) -> FileDigests | None:
 
 
 def keep_digests(stamp: Stamp, header: Header, found: FileDigests, *, since: int) -> None:
-    """Cache the digests of a file that had this `stamp` since `since` (`time.time_ns`) and was read after that."""
+    """Cache the digests of a file that had this `stamp` since `since` (`time.time_ns`) and was read after that.
+
+    Does nothing where there is no cache folder, or where the file was modified less than `_SETTLED_NS` before `since`.
+    """
     folder = cache_folder(_KIND)
     if folder is None or since - stamp.mtime_ns < _SETTLED_NS:
         return
@@ -81,8 +84,10 @@ def keep_digests(stamp: Stamp, header: Header, found: FileDigests, *, since: int
 
 
 def _name(stamp: Stamp) -> str:
+    """Return the name of a file's entry in the cache: its device and inode."""
     return f"{stamp.device:x}-{stamp.inode:x}"
 
 
 def _key(stamp: Stamp, header: Header) -> list[object]:
+    """Return what must be equal for an entry to be valid: the format, the file's stamp and its header's digest."""
     return [_FORMAT, *astuple(stamp), header.sha256]

@@ -71,6 +71,7 @@ class HeldFolder:
             self._check(name)
 
     def _check(self, name: str) -> None:
+        """Raise BadInput where the open file, or the file now at its path, has changed since it was opened."""
         descriptor, facts = self._files[name]
         self._refuse_links(name)
         try:
@@ -83,6 +84,7 @@ class HeldFolder:
             )
 
     def _refuse_links(self, name: str) -> None:
+        """Raise BadInput where a part of the path `name` inside the folder is a link; ignore a missing part."""
         path = self.path
         for part in name.split("/"):
             path /= part

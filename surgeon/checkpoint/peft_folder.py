@@ -84,12 +84,16 @@ class Adapter:
     tensors: Mapping[str, AdapterTensor]
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the factor of B A at `module` (a path in the base model), with patterns matched as in PEFT."""
+        """Return the factor that multiplies B A at `module` (a path in the base model); `rank` is the module's.
+
+        Patterns of `alpha_pattern` are matched as in PEFT.
+        """
         alpha = matched(self.alpha_pattern, module, self.alpha, self._matcher)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     @functools.cached_property
     def _matcher(self) -> Matcher:
+        """The matcher of `alpha_pattern`; its errors name this adapter."""
         return Matcher(f"{printable(self.id)}: `alpha_pattern`")
 
     def identity(self) -> dict[str, Any]:
@@ -151,12 +155,12 @@ class AdapterFolder:
 
     @property
     def shown(self) -> str:
-        """The path of its config, for messages."""
+        """The path of the adapter's config file, for messages."""
         return printable(str(self._source.path / ADAPTER_CONFIG))
 
     @property
     def shown_weights(self) -> str:
-        """The path of its tensor file, for messages."""
+        """The path of the adapter's tensor file, for messages."""
         return printable(str(self._source.path / ADAPTER_WEIGHTS))
 
     def check_settings(self, known: Collection[str], reasons: Mapping[str, str], advice: str) -> None:
@@ -249,6 +253,10 @@ def _check_kind(config: Mapping[str, Any], shown: str) -> None:
 
 
 def _number(config: Mapping[str, Any], key: str, shown: str, default: float) -> float:
+    """Return a setting as a float, or `default` where it is missing.
+
+    Raises BadInput for anything but a finite number.
+    """
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
         raise BadInput(f"{shown}: `{key}` is {_show(value)}; a finite number is expected; {_AGAIN}")
@@ -256,6 +264,7 @@ def _number(config: Mapping[str, Any], key: str, shown: str, default: float) -> 
 
 
 def _flag(config: Mapping[str, Any], key: str, shown: str) -> bool:
+    """Return a setting as a bool; missing or null counts as False. Raises BadInput for another value."""
     value = config.get(key) or False
     if value is not True and value is not False:
         raise BadInput(f"{shown}: `{key}` is {_show(value)}; true or false is expected; {_AGAIN}")
@@ -263,6 +272,7 @@ def _flag(config: Mapping[str, Any], key: str, shown: str) -> bool:
 
 
 def _dropout(config: Mapping[str, Any], shown: str) -> float:
+    """Return `lora_dropout`, 0 where it is missing. Raises BadInput where it is not in [0, 1)."""
     value = _number(config, "lora_dropout", shown, 0.0)
     if not 0.0 <= value < 1.0:
         raise BadInput(f"{shown}: `lora_dropout` is {value}; it must lie in [0, 1); {_AGAIN}")
@@ -270,7 +280,10 @@ def _dropout(config: Mapping[str, Any], shown: str) -> float:
 
 
 def numbers_of(config: Mapping[str, Any], key: str, shown: str) -> dict[str, float]:
-    """Return a setting that maps module names, or patterns, to numbers."""
+    """Return a setting that maps module names, or patterns, to numbers; empty where it is missing.
+
+    Raises BadInput where it is anything else.
+    """
     found = config.get(key) or {}
     if not isinstance(found, dict):
         raise BadInput(f"{shown}: `{key}` must map names of modules to numbers; {_AGAIN}")
@@ -278,6 +291,10 @@ def numbers_of(config: Mapping[str, Any], key: str, shown: str) -> dict[str, flo
 
 
 def _hashed(source: LocalSource, header: Header) -> dict[str, AdapterTensor]:
+    """Return dtype, shape and sha256 of each tensor in the adapter's file, sorted by name.
+
+    Raises BadInput where the file changed or cannot be read.
+    """
     fd = source.open_shard(ADAPTER_WEIGHTS)
     try:
         return {

@@ -52,7 +52,11 @@ def in_files(maps: Mapping[str, Pieces], infos: Mapping[str, TensorInfo]) -> dic
 
 
 def read_in_order(pieces: Pieces, opened: Opened) -> Iterator[memoryview | Gap]:
-    """Yield the bytes that the pieces describe, from first to last. Raises BadInput where a file ends early."""
+    """Yield the bytes that the pieces describe, from first to last, in blocks.
+
+    A range without a source is yielded as a Gap. A block may be overwritten when the next is read. Raises BadInput
+    where a file ends early.
+    """
     at = 0
     for band in _bands(pieces.spans):
         if band[0].at > at:
@@ -64,9 +68,10 @@ def read_in_order(pieces: Pieces, opened: Opened) -> Iterator[memoryview | Gap]:
 
 
 def compared(pieces: Pieces, opened: Opened, file: int, begin: int) -> Iterator[tuple[bytearray | memoryview, bool]]:
-    """Yield the bytes at `begin` of the open `file` in order, each block with whether `pieces` gives its source.
+    """Compare the bytes at `begin` of the open `file` with the bytes that `pieces` describe.
 
-    Raises OtherBytes where the bytes differ from the source's bytes, BadInput where a file ends early.
+    Yield (block, known) for each block of the file's own bytes in order; `known` is False where `pieces` gives no
+    source, so nothing was compared. Raises OtherBytes where bytes differ, BadInput where a file ends early.
     """
     for piece in read_in_order(pieces, opened):
         if isinstance(piece, Gap):
@@ -133,6 +138,11 @@ def _before(spans: Sequence[Span], nth: int, end: int) -> Sequence[Span]:
 
 
 def _read_band(band: Sequence[Span], opened: Opened) -> Iterator[memoryview]:
+    """Yield the bytes of a band of spans, as grouped by `_bands`, in order.
+
+    A single run, or rows longer than `_BUFFER`, are read in chunks from place to place; shorter rows are gathered in
+    memory first.
+    """
     first = band[0]
     if first.count == 1 or first.every > _BUFFER:
         for run in range(first.count):
@@ -168,6 +178,7 @@ def _gathered(band: Sequence[Span], begin: int, end: int, opened: Opened) -> mem
 def _lay(span: Span, source: memoryview, into: memoryview) -> None:
     """Copy a span's runs between buffers: run by run, or short runs number by number for all runs together."""
     every_number = (span.at, span.every, span.offset, span.step, span.length)
+    # The largest size of numbers that divides all positions and lengths; 1 always does.
     size = next(size for size in (8, 4, 2, 1) if not any(number % size for number in every_number))
     at, every, offset, step, length = (number // size for number in every_number)
     source, into = _numbers(source, size), _numbers(into, size)

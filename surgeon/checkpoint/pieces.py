@@ -60,9 +60,7 @@ class Span:
         return one if self.count == 1 or self.step == self.every == self.length else self
 
     def turned(self, holder: str) -> Span:
-        """Return the inverse span: this span's bytes, read from `holder`, which holds them, at their places in
-        `tensor`.
-        """
+        """Return the inverse span: the same bytes, read from `holder` (the holding tensor) and placed in `tensor`."""
         return Span(holder, self.at, self.length, self.offset, self.count, self.every, self.step)
 
 
@@ -258,7 +256,7 @@ def _apart(spans: Sequence[Span]) -> bool:
 
 
 def _first_of_each(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the spans without the bytes that an earlier span already has."""
+    """Yield the spans, run by run, without the positions that an earlier span already covers."""
     # The byte ranges already taken, sorted and disjoint.
     taken: list[tuple[int, int]] = []
     for span in spans:

@@ -58,6 +58,7 @@ Look = Callable[[bytearray | memoryview], None]
 
 
 def _no_look(_piece: bytearray | memoryview) -> None:
+    """Ignore the bytes: the default for callers that do not inspect them."""
     pass
 
 
@@ -132,9 +133,9 @@ def _copy_in_kernel(
     count: int,
     progress: Callable[[int], None] | None,
 ) -> int:
-    """Return how many bytes the kernel copied.
+    """Copy by the kernel as far as possible; return how many bytes were copied.
 
-    If fewer than `count`, the copy through a buffer continues and finds the cause.
+    If these are fewer than `count`, the copy through a buffer continues and finds the cause.
     """
     copied = 0
     # macOS has no such call.
@@ -193,6 +194,7 @@ class WriteBehind:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait until everything is written, or drop waiting data where the block ended with an error."""
         try:
             while kind is None and self._pending:
                 self._pending.popleft().result()
@@ -206,5 +208,6 @@ class WriteBehind:
         self._pending.append(self._writer.submit(self._put, data, offset))
 
     def _put(self, data: memoryview, offset: int) -> None:
+        """Write `data` at `offset` and report its size in bytes to `advance`; runs in the writer's thread."""
         write_all(self._target, data, offset)
         self._advance(len(data))

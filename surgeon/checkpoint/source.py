@@ -22,10 +22,10 @@ _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 def open_regular(folder: Path, name: str) -> int:
-    """Return a read-only file descriptor of the regular file `name` in `folder`; the caller checks that `name` is
-    relative.
+    """Return a read-only file descriptor of the regular file `name` in `folder`.
 
-    Only regular files are opened: a FIFO would hang, and opening a device may have effects. Raises BadInput otherwise.
+    The caller checks that `name` is relative. Raises BadInput for anything but a regular file: a FIFO would hang, and
+    opening a device may have effects.
     """
     path = resolved(folder, name)
     try:
@@ -42,7 +42,11 @@ def open_regular(folder: Path, name: str) -> int:
 
 
 def resolved(folder: Path, name: str) -> Path:
-    """Return the path of the regular file `name` in `folder`, after following a permitted link. Raises BadInput."""
+    """Return the path of the regular file `name` in `folder`, after following a permitted link.
+
+    Raises BadInput where the file is missing or not regular, or where a link leads out of the folder (a link of the
+    Hub's cache is permitted).
+    """
     path = named = folder / name
     try:
         if "/" in name and not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder)):
@@ -76,6 +80,10 @@ def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
 
 
 def _behind_link(folder: Path, link: Path) -> Path:
+    """Return the file to which a link in `folder` leads.
+
+    This must be inside the folder, or in the Hub cache that contains the folder. Raises BadInput where it is elsewhere.
+    """
     home = Path(os.path.realpath(folder))
     target = _target(link)
     if target.is_relative_to(home):
@@ -97,12 +105,14 @@ def _behind_link(folder: Path, link: Path) -> Path:
 
 
 def _target(link: Path) -> Path:
+    """Return the absolute path to which a link leads, without following a link in the last component."""
     # The last component is not resolved: it must be a file, not another link.
     joined = link.parent / os.readlink(link)  # noqa: PTH115 (an absolute target replaces the parent)
     return Path(os.path.realpath(joined.parent)) / joined.name
 
 
 def _check_regular(found: os.stat_result, path: Path) -> None:
+    """Raise BadInput, which names the kind of file, for anything but a regular file."""
     if not stat.S_ISREG(found.st_mode):
         kinds = {
             stat.S_IFDIR: "a directory",
@@ -115,6 +125,7 @@ def _check_regular(found: os.stat_result, path: Path) -> None:
 
 
 def _refuse(error: OSError | ValueError, path: Path) -> Never:
+    """Raise BadInput with advice for an error of opening or reading the file at `path`."""
     shown = printable(str(path))
     if isinstance(error, ValueError):
         raise BadInput(f"{shown}: a name with a NUL character, which no file has; check the path") from None
@@ -247,12 +258,15 @@ def read_tensor(source: Source, info: TensorInfo, part: slice | None = None) -> 
 
 @dataclass(frozen=True)
 class _Identity:
+    """The facts by which a changed or replaced shard is recognised: size in bytes, mtime and inode."""
+
     size: int
     mtime_ns: int
     inode: int
 
     @classmethod
     def of(cls, fd: int) -> _Identity:
+        """Return the identity of an open file."""
         found = os.fstat(fd)
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
@@ -314,6 +328,7 @@ class LocalSource:
                     yield name
 
     def _templates(self) -> dict[str, int]:
+        """Return the entries of the folder of chat templates with their sizes; empty where it is missing or a link."""
         folder = self.path / TEMPLATES_FOLDER
         if folder.is_symlink() or not folder.is_dir():
             return {}
@@ -379,6 +394,10 @@ class LocalSource:
 
 
 def _list(folder: Path, prefix: str) -> dict[str, int]:
+    """Return the entries of one folder with sizes in bytes, each name after `prefix`.
+
+    A subfolder's name ends in `/`, and its size is 0. A link to a folder counts as a file. Raises OSError.
+    """
     found: dict[str, int] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -390,6 +409,7 @@ def _list(folder: Path, prefix: str) -> dict[str, int]:
 
 
 def _size(entry: os.DirEntry[str]) -> int:
+    """Return the size in bytes of a directory entry, after following a link; 0 for a broken link or no regular file."""
     try:
         followed = entry.stat()
     except OSError:

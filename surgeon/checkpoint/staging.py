@@ -37,7 +37,11 @@ _LAST = (DELTA_FILE, ADAPTER_CONFIG, CONFIG_FILE)
 
 @dataclass
 class _Journal:
-    """The content of a working folder's journal; `valid_bytes` ends before a line that a kill truncated."""
+    """The content of a working folder's journal.
+
+    `fingerprint` identifies the run, None where the journal is of another format. `done` maps finished files to their
+    entries. `valid_bytes` is the size of the complete lines; it ends before a line that a kill truncated.
+    """
 
     fingerprint: str | None = None
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -92,6 +96,7 @@ class Staging:
         self._published = False
 
     def __enter__(self) -> Self:
+        """Lock the working folder, and continue or begin the output in it. Raises BadInput as the class describes."""
         self._work.__enter__()
         try:
             self._continue_or_begin()
@@ -103,6 +108,10 @@ class Staging:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Unlock the working folder; remove it where no file is finished.
+
+        A BadInput then names `out`, not the staged folder.
+        """
         if isinstance(error, BadInput) and error.args:
             # The user knows OUT and its files, not the staged ones.
             error.args = (str(error).replace(str(self.folder), str(self.out)), *error.args[1:])
@@ -120,6 +129,7 @@ class Staging:
         return record
 
     def _unchanged(self, file: str) -> dict[str, Any] | None:
+        """Return the journal's record of a staged file if the file is unchanged since then; else None."""
         entry = self._done.get(file)
         record = None if entry is None else entry.get("record")
         return record if _is_as(self.folder / file, entry) and isinstance(record, dict) else None
@@ -189,12 +199,19 @@ class Staging:
 
     @property
     def _within(self) -> bool:
+        """Whether the working folder is inside `out`, an empty folder that nothing can be renamed to."""
         return self.working.parent == self.out
 
     def _staged(self) -> set[str]:
+        """Return the relative names of all staged files."""
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}
 
     def _continue_or_begin(self) -> None:
+        """Prepare the working folder, by what an earlier run left in it.
+
+        A run of the same fingerprint that was complete is published; an incomplete one is continued, without files that
+        changed since. The work of another fingerprint is set aside. Raises BadInput where `out` is not free.
+        """
         journal = _Journal.read(self.working / _JOURNAL)
         if journal.fingerprint == self.fingerprint and self._was_published(journal):
             self.already_published = True
@@ -229,6 +246,7 @@ class Staging:
             self._say(f"continuing an earlier run: {kept} files are done already")
 
     def _was_published(self, journal: _Journal) -> bool:
+        """Return whether `out` contains exactly the output that an earlier run with this journal was publishing."""
         if journal.published is None or not self.out.is_dir() or self.out.is_symlink():
             return False
         found = self.out.stat()
@@ -255,6 +273,7 @@ class Staging:
         self._work.__enter__()
 
     def _append(self, entry: dict[str, Any]) -> None:
+        """Append an entry to the journal as one line, and flush it to disk."""
         # Keys stay unsorted, so that an earlier run's records enter the manifest in the order of an uninterrupted run.
         line = (json.dumps(entry, separators=(",", ":")) + "\n").encode()
         with self._writing:
@@ -263,6 +282,7 @@ class Staging:
             os.fsync(self._journal)
 
     def _clean_up(self) -> None:
+        """Remove the working folder and everything in it; an OSError is only reported to the user."""
         published = self._published or self.already_published
         # After publishing, the journal is removed last: after a kill it shows the next run that `out` is complete.
         order = (LOCK_FILE, _JOURNAL) if published else (_JOURNAL, LOCK_FILE)
@@ -276,6 +296,7 @@ class Staging:
             self._say(f"{printable(str(self.working))} could not be removed ({error.strerror}); remove it by hand")
 
     def _release(self) -> None:
+        """Close the journal and release the working folder's lock."""
         if self._journal >= 0:
             os.close(self._journal)
         self._journal = -1
@@ -283,11 +304,15 @@ class Staging:
 
 
 def _below(path: Path) -> list[Path]:
+    """Return all files below a folder, at any depth; for a file, only the file itself."""
     return [file for file in path.rglob("*") if not file.is_dir()] if path.is_dir() else [path]
 
 
 def _is_as(file: Path, entry: dict[str, Any] | None, *, moved: bool = False) -> bool:
-    """Return whether a file is unchanged since the journal's `entry`; if `moved`, it may have been renamed."""
+    """Return whether `file` is a regular file, unchanged since the journal's `entry` (False for None).
+
+    With `moved`, the file may have been renamed, which changes its ctime.
+    """
     try:
         found = os.lstat(file)
     except OSError:
@@ -333,6 +358,7 @@ def _check_free(out: Path, working: Path, then: str = "; choose another folder, 
 
 
 def _check_apart(target: Path, base: Path, shown: str) -> None:
+    """Raise BadInput where the target folder is the base, is inside the base or contains it."""
     real_base = Path(os.path.realpath(base))
     # Compare inodes: links, bind mounts and case-insensitive names give one folder many paths.
     base_stat = real_base.stat()
@@ -360,6 +386,7 @@ def check_space(out: Path, needed_bytes: int, *, fingerprint: str | None = None)
 
 
 def _absolute(out: Path) -> Path:
+    """Return the absolute path of `out` with all links followed, except a link in the last component."""
     # The last part is not resolved: a link there must be found, not followed.
     if out.name in ("", ".."):
         return Path(os.path.realpath(out))

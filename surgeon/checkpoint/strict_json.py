@@ -77,6 +77,7 @@ def parse_json_strict(
     _check_cost(data, shown, max_depth=max_depth, max_items=max_items)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return the pairs of a JSON object as a dict. Raises BadInput for a repeated key."""
         found = dict(pairs)
         if len(found) < len(pairs):
             repeated = printable(_first_repeated(pairs))
@@ -84,9 +85,11 @@ def parse_json_strict(
         return found
 
     def refuse(constant: str) -> Never:
+        """Raise BadInput for NaN or Infinity."""
         raise BadInput(f"{shown}: {constant} is not JSON, and not a number to compute with; write a finite number")
 
     def finite(digits: str) -> float:
+        """Return a JSON number as a float. Raises BadInput where it overflows to infinity."""
         value = float(digits)
         if math.isinf(value):
             raise BadInput(f"{shown}: {digits} is more than a float can hold; write a finite number")
@@ -136,6 +139,10 @@ def count_items(data: bytes) -> int:
 
 
 def _check_cost(data: bytes, shown: str, *, max_depth: int, max_items: int) -> None:
+    """Raise BadInput for JSON text that is too costly to parse, or that parsers read differently.
+
+    These are too many strings or values, too long numbers, minus zero, and too deep or unbalanced brackets.
+    """
     # Counted first, because taking strings out costs memory for each of them.
     if data.count(b'"') > _QUOTES_PER_ITEM * max_items + 2:
         raise BadInput(f"{shown}: more than {2 * max_items:,} strings; this is not a checkpoint's file: get it again")
@@ -159,6 +166,7 @@ def _check_cost(data: bytes, shown: str, *, max_depth: int, max_items: int) -> N
 
 
 def _first_repeated(pairs: list[tuple[str, Any]]) -> str:
+    """Return the first key that occurs a second time."""
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
@@ -168,6 +176,7 @@ def _first_repeated(pairs: list[tuple[str, Any]]) -> str:
 
 
 def _refuse_half_characters(value: Any, shown: str) -> None:
+    """Raise BadInput where a string of a parsed value contains an unpaired UTF-16 surrogate."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:

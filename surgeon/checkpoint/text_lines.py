@@ -31,7 +31,7 @@ def text_lines(file: BinaryIO, shown: str) -> Iterator[bytes]:
 
 
 def too_long(where: str, what: str) -> BadInput:
-    """Return the error for a document that is too long."""
+    """Return the error for `what` (a line or a row) at `where` that has more than `MAX_DOCUMENT_BYTES` bytes."""
     return BadInput(
         f"{printable(where)}: {what} has more than {MAX_DOCUMENT_BYTES:,} bytes, the most that one document may have;"
         " cut it into several"
@@ -47,9 +47,10 @@ def check_values(line: bytes, where: str) -> None:
 
 
 def parsed(content: bytes, where: str, do: str) -> Any:
-    """Return the JSON value of a line, or of the text's beginning.
+    """Return the JSON value of a line, or of a text's beginning.
 
-    Raises BadInput (prefix `where`) where the text is not UTF-8, not JSON (suffix `do`) or has too many values.
+    Raises BadInput (prefix `where`) where the text is not UTF-8, not JSON (the error then ends with the advice `do`),
+    or has too many values.
     """
     check_values(content, where)
     try:

@@ -74,6 +74,7 @@ class MeasuredText:
 class TokenizerJson:
     """A parsed tokenizer.json: the kind of its model and its vocabulary (contents to ids).
 
+    `text` is the file's content, `model` its section of this name, and `scores` are a Unigram's scores by piece.
     `byte_level`: the vocabulary writes bytes as the characters of GPT-2's table. `ids` include the ids of added tokens.
     """
 
@@ -87,7 +88,7 @@ class TokenizerJson:
 
     @classmethod
     def parse(cls, content: bytes) -> TokenizerJson:
-        """Read the file.
+        """Parse the content of a tokenizer.json.
 
         Raises BadInput for content that is no tokenizer.json, or of a kind that surgeon cannot change.
         """
@@ -143,7 +144,7 @@ def grown_files(
     tokens: Sequence[NewToken],
     added: Mapping[str, bool],
 ) -> tuple[dict[str, bytes], dict[str, Places]]:
-    """Return the tokenizer files that grow, and the places inserted into each.
+    """Return (files, places): by name, each tokenizer file that grows, and the places inserted into it.
 
     Args:
         files: the base's files by name.
@@ -200,6 +201,7 @@ def without(content: bytes, inserted: Iterable[Sequence[int]]) -> bytes:
 
 
 def _unused(number: int, taken: Mapping[str, int]) -> str:
+    """Return a content for the unused id `number` that no token has yet."""
     name = _UNUSED.format(number)
     while name in taken:
         name = f"{name[:-2]}_|>"
@@ -227,6 +229,7 @@ def _with_listed(
 
 
 def _pieces_text(read: TokenizerJson, entries: Mapping[str, int], tokens: Sequence[NewToken]) -> list[str]:
+    """Return the JSON text of new vocabulary entries: members of an object, or (piece, score) pairs for a Unigram."""
     if read.kind != "Unigram":
         return _members_text(entries)
     # The lowest old score: a lower score would change the cost of an unknown character.
@@ -244,6 +247,7 @@ def _json(value: Any) -> str:
 
 
 def _members_text(entries: Mapping[str, int]) -> list[str]:
+    """Return entries as the text of JSON object members."""
     return [f"{_json(content)}: {number}" for content, number in entries.items()]
 
 
@@ -274,7 +278,10 @@ _DECODER = json.JSONDecoder()
 
 
 def _value_at(text: str, path: tuple[str, ...]) -> tuple[int, int]:
-    """Return the begin and end in the text of the value at a path of keys."""
+    """Return (begin, end) of the value at a path of keys in a JSON text.
+
+    Raises StopIteration where a key is missing.
+    """
     begin = len(text) - len(text.lstrip())
     end = len(text.rstrip())
     for key in path:
@@ -291,7 +298,7 @@ def value_in(text: str, *path: str) -> Any:
 
 
 def _members(text: str, at: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the members of the object that begins at `at`: key, and begin and end of the value."""
+    """Yield (key, begin, end) for each member of the object that begins at `at`; begin and end are the value's."""
     at = _skip(text, at + 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)
@@ -304,6 +311,7 @@ def _members(text: str, at: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _skip(text: str, at: int) -> int:
+    """Return the position of the first character from `at` on that is no JSON white space."""
     while text[at] in " \t\r\n":
         at += 1
     return at

@@ -29,6 +29,7 @@ def disagreement(folder: CheckpointFolder) -> str:
 
 
 def _first(folder: CheckpointFolder) -> str:
+    """Return the line of `disagreement`; errors of unreadable files are passed on."""
     text = folder.read_side_file(TOKENIZER_FILE).decode()
     known = {str(each["content"]): int(each["id"]) for each in value_in(text, "added_tokens") or ()}
     others = {file: given for file, given in _given(folder) if any(known.get(token) != given[token] for token in given)}

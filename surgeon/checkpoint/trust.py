@@ -113,6 +113,7 @@ def brought_by(config: Mapping[str, Any], source: Source) -> Brought:
 
 
 def _is_shipped(config: Mapping[str, Any], listing: Mapping[str, int], source: Source) -> bool:
+    """Return whether the folder's code file and `auto_map` are exactly what this version ships for `config`."""
     native = composition_of(config)
     if native is None or config.get("auto_map") != native.auto_map or CODE_FILE not in listing:
         return False
@@ -122,7 +123,10 @@ def _is_shipped(config: Mapping[str, Any], listing: Mapping[str, int], source: S
 def _not_ours(
     config: Mapping[str, Any], listing: Mapping[str, int], source: Source, scripts: Iterable[str], *, ours: bool
 ) -> str:
-    """Describe the first thing in the folder that is, or leads to, code other than surgeon's; "" if there is none."""
+    """Describe the first thing in the folder that is, or leads to, code other than surgeon's; "" if there is none.
+
+    `ours`: the folder's code file is the code that this version ships.
+    """
     native = composition_of(config)
     if config.get("auto_map") and (native is None or config["auto_map"] != native.auto_map):
         earlier = str(config.get("model_type")).startswith(PREFIX) and "anatomy" not in config
@@ -186,6 +190,7 @@ def leads_to_code(content: Any, *, except_auto_map: bool = False) -> str:
 
 
 def _is_reference(text: str) -> bool:
+    """Return whether a text has the form of a reference to code in a repository, "repo--module.Class"."""
     return len(text) <= _LONGEST_REFERENCE and _REFERENCE.fullmatch(text) is not None
 
 
@@ -202,6 +207,7 @@ def _walk(content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """Return an iterator over every string value at any depth of parsed JSON."""
     return (item for _, item in _walk(value) if isinstance(item, str))
 
 
@@ -212,6 +218,7 @@ def check_trusted(brought: Brought, shown: str, *, trust_remote_code: bool) -> N
 
 
 def _foreign(shown: str, found: str) -> ForeignCode:
+    """Return the error for a folder that needs its own code; `found` describes that code."""
     way = "read it, then remove it or pass `--trust-remote-code`"
     if found.startswith(CODE_FILE):
         way = f"where an earlier surgeon wrote it, `surgeon refresh {shown}` writes this version's; else {way}"
@@ -268,6 +275,7 @@ def without_code(config: Mapping[str, Any], source: Source, brought: Brought) ->
 
 
 def _alone(name: str, content: Any) -> Any:
+    """Return parsed settings without any `auto_map`. Raises BadInput where they are nested too deep."""
     try:
         return without_auto_map(content)
     except RecursionError:
@@ -275,6 +283,7 @@ def _alone(name: str, content: Any) -> Any:
 
 
 def _written(name: str, content: Any) -> bytes:
+    """Return settings as the bytes of a JSON file. Raises BadInput where they cannot be written."""
     try:
         return f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode()
     except (UnicodeEncodeError, RecursionError):
@@ -282,6 +291,7 @@ def _written(name: str, content: Any) -> bytes:
 
 
 def _unwritable(name: str) -> BadInput:
+    """Return the error for a settings file that cannot be written without its `auto_map`."""
     return BadInput(
         f"{printable(name)}: half of a UTF-16 pair in it, or brackets nested too deep to write it without its"
         " `auto_map`; take that out of the file"
@@ -336,6 +346,7 @@ def only_in_code(settings: Any, beside: Mapping[str, Any], *, of_model: bool = F
 
 
 def _of_models(auto: str) -> bool:
+    """Return whether an auto class is for configs or models, not for tokenizers or processors."""
     return auto == "AutoConfig" or auto.startswith("AutoModel")
 
 

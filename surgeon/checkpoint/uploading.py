@@ -78,6 +78,7 @@ class Destination:
     pull_request: bool = False
 
     def __post_init__(self) -> None:
+        """Raise BadInput for options that do not fit together, as the class describes."""
         if not is_repo_id(self.repo_id):
             raise BadInput(f"{printable(self.repo_id)}: not a repository of the Hub; give `user/name`")
         if self.branch is not None and is_commit(self.branch):
@@ -101,7 +102,10 @@ class Commit:
 
 
 def check_token(to: Destination) -> None:
-    """Raise BadInput where there is no token, the Hub does not know the token, or the token cannot write."""
+    """Raise BadInput where there is no token, the Hub does not know the token, or the token cannot write.
+
+    Other HTTP errors of this look-up are ignored. Raises BadInput too where the Hub cannot be reached.
+    """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -125,11 +129,16 @@ def check_token(to: Destination) -> None:
 
 
 def look(to: Destination) -> Repository:
-    """Return the current state of the repository. Raises BadInput where it cannot be read."""
+    """Return the current state of the destination's repository and branch.
+
+    A missing repository, or a missing branch, is no error: the push creates it. Raises BadInput where the state cannot
+    be read.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     def ask(revision: str | None) -> Any:
+        """Ask the Hub for the repository's files and state at a revision."""
         return HfApi().model_info(to.repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
 
     _refuse_offline(to)
@@ -170,8 +179,8 @@ def send(
     """Upload `files` and commit them, deleting the `stale` files; create the repository and branch where necessary.
 
     `check_unchanged` is called between upload and commit and raises where a local file changed after it was checked.
-    Raises BadInput where the Hub refuses or cannot be reached; the repository is unchanged then, and blobs that arrived
-    are not sent again.
+    Raises BadInput where the Hub refuses or cannot be reached; no commit is made then (a new repository or branch may
+    exist already), and blobs that arrived are not sent again.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -213,6 +222,7 @@ def send(
 
 
 def _digest(algorithm: str, content: Path | bytes, prefix: bytes = b"") -> str:
+    """Return the hex digest of `prefix` followed by the content of bytes or of a file."""
     digest = hashlib.new(algorithm, prefix, usedforsecurity=False)
     if isinstance(content, bytes):
         digest.update(content)
@@ -225,12 +235,16 @@ def _digest(algorithm: str, content: Path | bytes, prefix: bytes = b"") -> str:
 
 @contextmanager
 def _with_timeout() -> Iterator[None]:
-    """Set a request timeout, which the client lacks, and silence the client's messages about retries."""
+    """Set a request timeout, which the client lacks, and silence the client's messages about retries.
+
+    Both are reset when the block ends.
+    """
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils import logging
     from huggingface_hub.utils._http import default_client_factory
 
     def factory() -> Any:
+        """Return the client's default HTTP client with the timeouts set, in seconds."""
         client = default_client_factory()
         client.timeout = type(client.timeout)(_SILENCE, connect=TIMEOUT)
         return client
@@ -247,7 +261,7 @@ def _with_timeout() -> Iterator[None]:
 
 @contextmanager
 def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
-    """Show the client's warnings to the user, for example about metadata that the Hub does not know."""
+    """Report the client's warnings to `say` when the block ends, for example about unknown metadata."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -258,11 +272,16 @@ def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _refuse_offline(to: Destination) -> None:
+    """Raise BadInput where the client's environment forbids network access."""
     if offline():
         raise BadInput(f"{to.shown}: offline (HF_HUB_OFFLINE); pushing needs the network")
 
 
 def _call(ask: Callable[[], _T], to: Destination, what: str) -> _T:
+    """Return the result of the call `ask` to the client.
+
+    Every error becomes a BadInput that names the attempt `what`.
+    """
     try:
         return ask()
     except Exception as error:
@@ -294,6 +313,7 @@ def _refuse(error: Exception, to: Destination, what: str) -> Never:
 
 
 def _answer(error: Any, to: Destination, what: str) -> str:
+    """Return a description of an HTTP error of the Hub during the attempt `what`, with advice."""
     from huggingface_hub import constants, errors
 
     code = error.response.status_code

@@ -59,8 +59,8 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
     """Choose the weight files of a checkpoint, as transformers does.
 
     A single file is preferred to an index. Raises BadInput where there are no safetensors weights, where a shard is
-    missing, and where a file looks like a shard but is not in the index: one of the two is from another download.
-    Errors call the checkpoint `shown`, by default the source's own name.
+    missing, and where a file looks like a shard but is not in the index: the file and the index are then of two
+    downloads. Errors call the checkpoint `shown`, by default the source's own name.
     """
     shown = source.shown if shown is None else shown
     # A folder with the name of a weight file is chosen like a file; opening it then gives the error.
@@ -102,6 +102,7 @@ def _passed_over(source: Source) -> Collection[str]:
 
 
 def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
+    """Return why a folder with these files has no readable weights, with advice."""
     for wanted in (SINGLE_FILE, INDEX_FILE):
         if way := led_below((name for name in names if "/" not in name), wanted):
             return f"no {wanted} here{way}"
@@ -127,6 +128,10 @@ def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
 
 
 def _weight_map(content: bytes) -> dict[str, str]:
+    """Return the index's map from tensor names to file names.
+
+    Raises BadInput where it is missing or has an unsafe file name.
+    """
     index = parse_json_strict(content, file=INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -141,6 +146,7 @@ def _weight_map(content: bytes) -> dict[str, str]:
 
 
 def _is_plain(file: str) -> bool:
+    """Return whether this is a safe relative name of a .safetensors file: few parts, none hidden, no odd characters."""
     parts = file.split("/")
     return (
         file.endswith(".safetensors")
@@ -178,6 +184,7 @@ def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mappi
 
 
 def _check_place(info: TensorInfo, weight_map: Mapping[str, str]) -> None:
+    """Raise BadInput where the index does not list the tensor, or lists it in another file."""
     place = weight_map.get(info.name)
     if place is None:
         raise BadInput(
@@ -214,11 +221,15 @@ _FULL = {"gptq": _NEVER, "awq": _NEVER}
 
 
 def in_full(method: object) -> str:
-    """Return the end of an error about a quantised base: where to get the weights in full precision."""
+    """Return the end of an error about a quantised base: where to get full-precision weights; "" for most methods."""
     return _FULL.get(str(method), "")
 
 
 def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
+    """Raise BadInput where surgery cannot use a tensor of this dtype.
+
+    Accepted are floats, I64, masks stored as BOOL or U8, and quantised dtypes where the config's method is supported.
+    """
     # I64 tensors are indices, tables and positions, neither weights nor quantised. They are copied like any tensor.
     if info.dtype in FLOAT_DTYPES or info.dtype == "I64":
         return
@@ -233,5 +244,6 @@ def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
 
 
 def _some(names: list[str]) -> str:
+    """Return the first name, and how many more there are, for a message."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{printable(names[0])}{more}"

@@ -42,6 +42,7 @@ app = typer.Typer(
 
 
 def _print_version(given: bool) -> None:
+    """Print the version and exit, where the option is given."""
     if given:
         print(f"surgeon {__version__}")
         raise typer.Exit

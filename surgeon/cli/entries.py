@@ -103,6 +103,7 @@ class Entry:
         ]
 
         def called(**words: Any) -> None:
+            """Run the command with the options that were given, converted to the function's values."""
             # Leave options out that were not given, so that the function's defaults apply.
             given = {name: value for name, value in words.items() if value is not None or name not in spelt}
             given |= {name: Path(meant(str(value))) for name, value in given.items() if isinstance(value, Path)}
@@ -118,6 +119,7 @@ class Entry:
         return typer.main.get_command(alone)
 
     def _spelling(self, parameter: str) -> Spelling:
+        """Return the spelling of a parameter: the command's own, else the common one."""
         return SPELLINGS.get(f"{self.name}.{parameter}") or SPELLINGS[parameter]
 
 
@@ -128,6 +130,7 @@ class Commands(UserDict[str, Any]):
     """The commands by name, each created at its first use."""
 
     def __getitem__(self, name: str) -> Any:
+        """Return the named command, which is made at first use."""
         if isinstance(found := self.data[name], Entry):
             found = self.data[name] = found.command()
         return found
@@ -173,6 +176,7 @@ def command(function: str = "", *, name: str = "") -> Callable[[Callable[..., No
     """Register the decorated function as a command for a public function; its name and docstring are the command's."""
 
     def added(run: Callable[..., None]) -> Callable[..., None]:
+        """Register `run` and return it unchanged."""
         called = name or run.__name__
         ENTRIES[called] = Entry(called, inspect.getdoc(run) or "", function, run)
         return run
@@ -195,6 +199,7 @@ def shown(
     """
 
     def run(as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
+        """Call the public function, show its result, and exit with its code where that is not 0."""
         with listening(quiet) as listener:
             result = getattr(surgeon, function)(**given, listener=listener)
         # A public view may be in a module of its own.

@@ -183,7 +183,10 @@ def _stop_writing(where: str | None) -> None:
 
 
 def fail(message: str | Sequence[str], code: int) -> NoReturn:
-    """Print the mistakes, one line each, and exit."""
+    """Print the mistakes on stderr, one line each, and exit with `code`; with `--debug`, print the traceback too.
+
+    A rank that only received another rank's error prints nothing.
+    """
     if Debug.on:
         traceback.print_exc()
     ranks = Ranks.of_environment()

@@ -54,6 +54,7 @@ def parameters_of(module: str, function: str) -> list[Parameter]:
 
 
 def _parameter(written: ast.arg, default: ast.expr | None, *, keyword: bool) -> Parameter:
+    """Return a parameter from its definition in source; a default that is no literal becomes `COMPUTED`."""
     assert written.annotation is not None
     annotation = ast.unparse(written.annotation)
     if default is None:
@@ -86,7 +87,7 @@ class Spelling:
     off: bool = False
 
     def value(self, words: Any) -> Any:
-        """Return the function's value for the given words. Raises BadInput."""
+        """Return the function's value for the given words. Raises BadInput where they cannot be converted."""
         if self.off:
             return not words
         return words if self.convert is None else self.convert(words)

@@ -20,6 +20,7 @@ def _complete_plan(incomplete: str) -> list[str]:
 
 
 def _complete_shipped(incomplete: str) -> list[str]:
+    """Return completions: shipped plans."""
     from surgeon.plan import shipped
 
     return [name for name in shipped.names() if name.startswith(incomplete)]
@@ -33,18 +34,21 @@ def complete_shipped_or_swept(incomplete: str) -> list[str]:
 
 
 def _complete_study(incomplete: str) -> list[str]:
+    """Return completions: shipped studies."""
     from surgeon.plan import shipped
 
     return [name for name in shipped.shipped_studies() if name.startswith(incomplete)]
 
 
 def _complete_tasks(incomplete: str) -> list[str]:
+    """Return completions: shipped tasks files."""
     from surgeon.plan import shipped
 
     return [name for name in shipped.shipped_tasks() if name.startswith(incomplete)]
 
 
 def _named_texts(given: list[str]) -> dict[str, Path | None]:
+    """Return the files of `--text NAME=FILE` by name. Raises BadInput for another form, or a repeated name."""
     named: dict[str, Path | None] = {}
     for entry in given:
         name, equals, file = entry.partition("=")
@@ -57,6 +61,7 @@ def _named_texts(given: list[str]) -> dict[str, Path | None]:
 
 
 def _count(text: str) -> int:
+    """Return a number of tokens such as 200000, 200k or 1.5M as an int. Raises BadInput for anything else."""
     found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([kKmM]?)", text)
     number = float(re.sub("[_,]", "", found[1])) * {"": 1, "k": 10**3, "m": 10**6}[found[2].lower()] if found else 0
     if not found or number < 1 or number != int(number):
@@ -65,6 +70,7 @@ def _count(text: str) -> int:
 
 
 def _bytes(text: str) -> int:
+    """Return a size such as 500MB or 2GB in bytes. Raises BadInput for anything else."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
     for unit, factor in units.items():
         if text.upper().endswith(unit):

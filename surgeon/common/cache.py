@@ -52,7 +52,7 @@ def cache_folder(kind: str) -> Path | None:
 
 
 def read_entry(folder: Path, name: str) -> bytes | None:
-    """Return the content of an entry; None where there is none, or this user's surgeon did not write it so."""
+    """Return the content of an entry; None where there is none, or its code does not prove that this user wrote it."""
     try:
         handle = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
@@ -75,7 +75,10 @@ def _code(folder: Path, name: str, content: bytes) -> bytes:
 
 
 def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENTRIES) -> None:
-    """Write an entry by one rename; remove the oldest where there are more than about `most`, or too many bytes."""
+    """Write an entry by one rename; remove the oldest where there are more than about `most`, or too many bytes.
+
+    Does nothing for an entry that is too large, or where the folder is not only the user's or cannot be written.
+    """
     content = _code(folder, name, content) + b"\n" + content
     if len(content) > MAX_ENTRY_BYTES:
         return
@@ -91,6 +94,7 @@ def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENT
         finally:
             with contextlib.suppress(FileNotFoundError):
                 Path(staged).unlink()
+        # The default makes the first write to a folder check it: it may hold entries of earlier processes.
         entries, total = _written.get(folder, (most, 0))
         _written[folder] = entries, total = entries + 1, total + len(content)
         if entries * _SLACK >= most or total * _SLACK >= _MAX_BYTES:
@@ -104,6 +108,7 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _prune(folder: Path, most: int) -> None:
+    """Remove the oldest entries of a folder where there are more than `most`, or more than `_MAX_BYTES` bytes."""
     files: list[tuple[os.stat_result, str]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -120,9 +125,13 @@ def _prune(folder: Path, most: int) -> None:
 
 
 def digest_of(content: Any) -> str:
-    """Return a digest of JSON data, made of any mappings and sequences; it names an entry, or an answer in one."""
+    """Return a digest of JSON data, made of any mappings and sequences.
+
+    The digest serves as the name of an entry, or of an answer in an entry.
+    """
 
     def plain(each: Any) -> Any:
+        """Return a mapping as a dict, any other sequence as a list."""
         return dict(each) if isinstance(each, Mapping) else list(each)
 
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=plain).encode()).hexdigest()

@@ -70,7 +70,7 @@ def check_given(model: type[ModelT], **given: Any) -> ModelT:
 
 
 def _where(place: Place, file: Document | Loaded[Any]) -> str:
-    """The beginning of an error about a place: the option that set it, or file, line and the options inside it."""
+    """Return the beginning of an error about a place: the option that set it, or file, line and inner options."""
     for cut in range(len(place), 0, -1):
         if (option := file.given.get(place[:cut])) is not None:
             return f"{printable(option)}: "
@@ -104,6 +104,7 @@ class Loaded(Generic[ModelT]):
 
 
 def _line_of(place: Place, lines: Mapping[Place, int]) -> int:
+    """Return the line of a place, or of the nearest place around it that has a line; 1 where none has."""
     return next((lines[place[:cut]] for cut in range(len(place), -1, -1) if place[:cut] in lines), 1)
 
 
@@ -113,6 +114,7 @@ def editor_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
 
 
 def _place_of(problem: ErrorDetails, data: dict[str, Any]) -> Place:
+    """Return the place in the document of a problem that pydantic reports."""
     if problem["type"] == "value_error":
         # The last step of its location is a form of a union, not a place in the document.
         return _tried_at(data, problem)
@@ -124,7 +126,10 @@ def _place_of(problem: ErrorDetails, data: dict[str, Any]) -> Place:
 
 @dataclass(frozen=True)
 class _Said:
-    """The texts of errors about a document, from its schema's forms, its data, its kind, and other programs' habits."""
+    """A writer of errors about a document, from its schema's forms, its data, its kind, and other programs' habits.
+
+    `what` is the document's kind. `habits` maps what other programs write to what is written here.
+    """
 
     forms: Forms
     data: Any
@@ -187,15 +192,17 @@ class _Said:
 
 
 def _listed(options: object) -> list[str]:
+    """Return the options in pydantic's text of quoted options with commas."""
     return [option.strip(" '") for option in str(options).split(",")]
 
 
 def _shown_place(place: Place, what: str) -> str:
+    """Return a place as a dotted path; `what` for the top level."""
     return printable(".".join(str(step) for step in place)) or what
 
 
 def _entry_of(data: Any, place: Place) -> str:
-    """Return the list entry around a place, `operations[0] (control_llm): `; "" where the place is in none."""
+    """Return the name in errors of the list entry around a place, `operations[0] (control_llm): `; "" for no entry."""
     if len(place) < 2 or not isinstance(place[1], int):
         return ""
     entry = data[place[0]][place[1]]

@@ -51,6 +51,7 @@ class Child:
     """
 
     def __init__(self, opens: Callable[[], Callable[..., Any]]) -> None:
+        """Fork the child, which waits for questions; it calls `opens` at the first question."""
         ours, theirs = socket.socketpair()
         with _quiet_fork():
             pid = os.fork()
@@ -66,8 +67,8 @@ class Child:
     def ask(self, *question: Any) -> Any:
         """Return the answer to a question.
 
-        Raises Limited; the child may have ended then, and is not restarted. Raises Failed, and BadInput where the child
-        does.
+        Raises Limited where a limit is exceeded; the child may have ended then, and is not restarted. Raises Failed
+        where a library fails, and BadInput where the function that answers raises it.
         """
         line = json.dumps(question).encode() + b"\n"
         try:
@@ -112,7 +113,7 @@ def _quiet_fork() -> Iterator[None]:
 
 
 def _end(owner: int, pid: int, stream: Any) -> int:
-    """Kill a child and return its status; does nothing in a process other than its parent."""
+    """Kill a child and return its wait status; in a process other than its parent, do nothing and return 0."""
     if os.getpid() != owner:
         return 0
     with contextlib.suppress(OSError):
@@ -154,6 +155,7 @@ def _serve(opens: Callable[[], Callable[..., Any]], theirs: socket.socket) -> Ne
 
 
 def _named(value: Any) -> dict[str, str]:
+    """Return a value that JSON lacks as an object: its type's name, and the value as text."""
     return {type(value).__name__: str(value)}
 
 

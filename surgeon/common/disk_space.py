@@ -43,7 +43,10 @@ def free_bytes(path: Path) -> int:
 
 
 def check_room(path: Path, needed_bytes: int, *, what: str = "") -> None:
-    """Raise BadInput, with both numbers, where the file system of `path` has less room; `what` names the purpose."""
+    """Raise BadInput, with both numbers, where the file system of `path` has less than `needed_bytes` free.
+
+    `what` names the purpose in the error.
+    """
     free = free_bytes(path)
     if needed_bytes > free:
         raise BadInput(
@@ -59,10 +62,11 @@ def writing(
     """Convert disk errors in this block to BadInput, also libraries' errors where there is no room.
 
     The message names the file, the problem, and what is kept: `kept`, which is added only where `kept_in`, if given,
-    exists after the error.
+    exists after the error. With `needed_bytes`, a message about missing room also contains this number.
     """
 
     def message(error: BaseException) -> str:
+        """Return the message for a disk error, with the free bytes where there is no room."""
         where = printable(str(getattr(error, "filename", None) or path))
         so_far = f"; {kept}" if kept and (kept_in is None or kept_in.exists()) else ""
         problem = no_room(error)

@@ -72,7 +72,7 @@ class Ranks:
         return f"cuda:{os.environ['LOCAL_RANK']}" if self.size > 1 and "LOCAL_RANK" in os.environ else None
 
     def send(self, message: Any) -> None:
-        """Send a message from rank 0 to all others."""
+        """Send a message from rank 0 to all others; does nothing for a single process."""
         if self.size > 1:
             _distributed().broadcast_object_list([message], src=0, group=self.group)
 
@@ -83,7 +83,10 @@ class Ranks:
         return _opened(box[0])
 
     def gather(self, report: Report) -> list[Report]:
-        """Collect every rank's report on every rank; raise the first error among them."""
+        """Return the reports of all ranks, on every rank.
+
+        Raises Elsewhere for the first rank whose report is an error.
+        """
         if self.size == 1:
             reports = [report]
         else:
@@ -145,12 +148,14 @@ def waiting(ranks: Ranks) -> Iterator[Ranks]:
 
 
 def _distributed() -> Any:
+    """Return torch.distributed, which is imported only where it is needed."""
     from torch import distributed
 
     return distributed
 
 
 def _opened(message: Any) -> Any:
+    """Return a message from rank 0; raise it where it is an error."""
     if isinstance(message, Elsewhere):
         raise message
     return message

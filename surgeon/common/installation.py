@@ -71,6 +71,7 @@ def untested(package: str) -> str | None:
 
 
 def _listed(files: Path) -> bytes:
+    """Return the content of a list of installed files; empty where the list is long or unreadable."""
     try:
         return files.read_bytes() if files.stat().st_size < _LONGEST_LIST else b""
     except OSError:

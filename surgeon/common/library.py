@@ -56,7 +56,7 @@ def passed_over(model: Any) -> Callable[[str], bool]:
 
 
 def why_nan(model: Any) -> str:
-    """Return a sentence that a model computes NaN, and which of its tensors contains one."""
+    """Return an error text for a model that computes NaN; it names a tensor that contains NaN, where there is one."""
     holds = next((name for name, each in model.named_parameters() if bool(each.isnan().any())), None)
     if holds is None:
         return "it computes NaN or infinity, which no tensor holds; is config.json its own?"

@@ -140,6 +140,7 @@ class ProgressListener:
             self.wait("working")
 
     def _replace(self, stage: str, total: int | None, unit: str) -> None:
+        """Replace the current bar by the bar of a new stage; a `total` of None means that its size is unknown."""
         if self.task is not None:
             self.progress.remove_task(self.task)
         self.task = self.progress.add_task(stage, total=total, unit=unit)

@@ -50,11 +50,13 @@ class Matcher:
         return len(name) in self.ends(pattern, name, starts)
 
     def _count(self, steps: int) -> None:
+        """Subtract steps from those left. Raises BadInput where none are left."""
         self._left -= steps
         if self._left < 0:
             raise BadInput(f"{self._where}: its patterns take too long to match; write fewer and simpler ones")
 
     def _after(self, tree: Any, name: str, starts: set[int]) -> set[int]:
+        """Return the positions at which matches of a parsed pattern that begin at `starts` can end."""
         for part, given in tree:
             self._count(1 + len(starts))
             match part:
@@ -78,6 +80,10 @@ class Matcher:
         return starts
 
     def _repeated(self, given: Any, name: str, starts: set[int]) -> set[int]:
+        """Return the positions at which repetitions that begin at `starts` can end.
+
+        `given` is (least, most, repeated part).
+        """
         least, most, tree = given
         for _ in range(least):
             before, starts = starts, self._after(tree, name, starts)
@@ -96,6 +102,7 @@ class Matcher:
 
 @lru_cache(maxsize=10_000)
 def _parsed(pattern: str) -> Any:
+    """Return the parse tree of a pattern. Raises re.error where it is invalid or sets flags."""
     with warnings.catch_warnings(action="ignore"):
         tree = _parser.parse(pattern)
     if tree.state.flags != re.UNICODE:
@@ -112,6 +119,7 @@ def _takes(part: Any, given: Any, letter: str) -> bool:
             return letter != "" and (given is None or letter != chr(given))
         case parts.IN:
             negated = given[0][0] is parts.NEGATE
+            # With `negated` (true counts as 1), the mark of the negation itself is skipped.
             return letter != "" and negated != any(_takes(each, of, letter) for each, of in given[negated:])
         case parts.RANGE:
             return bool(given[0] <= ord(letter) <= given[1])

@@ -45,7 +45,7 @@ class Plugin:
 def plugins(group: str) -> tuple[Plugin, ...]:
     """Return all entry points of a group, loaded, sorted by name.
 
-    Raises BadInput that names a broken one's distribution.
+    Raises BadInput, which names the distribution, for an entry point that cannot be loaded.
     """
     found = (entry for entry in _installed() if entry.group == group)
     return tuple(_loaded(entry) for entry in sorted(found, key=lambda entry: entry.name))
@@ -73,6 +73,7 @@ def _installed() -> tuple[EntryPoint, ...]:
 
 
 def _loaded(entry: EntryPoint) -> Plugin:
+    """Import an entry point and return its plugin. Raises BadInput, which names the plugin, where that fails."""
     assert entry.dist is not None
     distribution, version = str(entry.dist.name), str(entry.dist.version)
     _MODULES[entry.module.partition(".")[0]] = f"{distribution} {version}"
@@ -96,6 +97,7 @@ def _of_plugin(plugin: str, what: str) -> Iterator[None]:
 
 
 def _refusal(plugin: str, what: str, error: BaseException) -> BadInput:
+    """Return the error that names a plugin, `what` failed, and the exception's first line."""
     line = printable((str(error).splitlines() or [""])[0], limit=300)
     return BadInput(
         f"plugin {printable(plugin)}: {printable(what)} ({type(error).__name__}: {line}); repair or uninstall it"
@@ -134,14 +136,20 @@ class Registry(Mapping[str, T]):
 
     @cached_property
     def _built_in(self) -> dict[str, T]:
+        """The built-in values by name, made at first access."""
         return dict(self._given() if callable(self._given) else self._given)
 
     @cached_property
     def _all(self) -> dict[str, T]:
+        """The built-in and the plugins' values by name."""
         return self._built_in | {name: value for name, (_, value) in self._plugged.items()}
 
     @cached_property
     def _plugged(self) -> dict[str, tuple[Plugin, T]]:
+        """Each plugin with the value that it adds, by name.
+
+        Raises BadInput where a plugin is broken or its name is taken.
+        """
         found: dict[str, tuple[Plugin, T]] = {}
         for plugin in plugins(self._group):
             with _of_plugin(

@@ -27,7 +27,7 @@ SHARE_TOLERANCE = 0.005
 
 
 def _bound(schema: Any, most: Mapping[str, float]) -> None:
-    """Give every number in a schema that has no upper bound the bound for its type."""
+    """Give every number in a schema that has no upper bound the bound for its type; the schema is changed in place."""
     if isinstance(schema, dict):
         if (bound := most.get(str(schema.get("type")))) is not None and not schema.keys() & {"le", "lt"}:
             schema["le"] = bound
@@ -49,6 +49,7 @@ class Bounded(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return pydantic's schema with an upper bound for every number."""
         schema = handler(source)
         _bound(schema, {"int": cls.largest, "float": 1e300})
         return schema
@@ -178,6 +179,7 @@ class Forms:
         return "…"
 
     def _inner(self, schema: Mapping[str, Any]) -> str:
+        """Return the outline of a value inside another: its first fixed value, or its form in short."""
         first = next(self._flat(schema), {})
         if literals := _literals(first):
             return _shown(literals[0])
@@ -186,6 +188,7 @@ class Forms:
 
 
 def _under(form: Mapping[str, Any], step: str | int) -> Mapping[str, Any] | None:
+    """Return the schema of the value at a key or list index inside a form; None where the form has none."""
     if isinstance(step, str):
         properties: dict[str, Mapping[str, Any]] = form.get("properties", {})
         return properties.get(step)
@@ -211,19 +214,23 @@ def _tag(form: Mapping[str, Any], key: str | None = None) -> str | None:
 
 
 def _tag_key(forms: list[Mapping[str, Any]]) -> str:
+    """Return the key whose fixed text distinguishes the forms."""
     names = (name for form in forms for name, field in form.get("properties", {}).items() if "const" in field)
     return str(next(names))
 
 
 def _literals(form: Mapping[str, Any]) -> list[Any]:
+    """Return the fixed values that a form allows; empty where it allows others."""
     return [form["const"]] if "const" in form else list(form.get("enum", []))
 
 
 def _shown(value: Any) -> str:
+    """Return a fixed value as it is written in YAML."""
     return str(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _bounds(form: Mapping[str, Any]) -> str:
+    """Return a form's bounds, or its rule for names, in words; "" without bounds."""
     if name := _NAME.fullmatch(form.get("pattern", "")):
         return f" of 1 to {name[1]} letters, digits, _ and -"
     said = {key: form.get(key, _LARGEST_BOUND) for key in _BOUNDS}
@@ -236,6 +243,7 @@ def _bounds(form: Mapping[str, Any]) -> str:
 
 
 def _listed(forms: list[str]) -> str:
+    """Return the forms joined by commas, with "or" before the last."""
     return " or ".join([", ".join(forms[:-1]), forms[-1]] if len(forms) > 1 else forms)
 
 

@@ -62,6 +62,7 @@ def _state_folder() -> Path | None:
 
 @functools.cache
 def _key_in(folder: Path | None) -> Key:
+    """Return the key in a folder, made at first use; where it cannot be stored, a key for this process only."""
     if folder is None:
         return _for_this_process("this user has no home folder")
     file = folder / KEY_FILE
@@ -107,6 +108,7 @@ def _read_or_make(file: Path, how: int) -> bytes | None:
 
 
 def _for_this_process(why_not: str) -> Key:
+    """Return a new key that only this process has, with the reason."""
     return Key(secrets.token_bytes(_BYTES), f"{why_not}; {VARIABLE} may name a folder for it")
 
 
@@ -129,7 +131,7 @@ UNSIGNED = Signed(None, here=False, own=False, by="")
 
 
 def write_signed(path: Path, data: Any) -> None:
-    """Replace a record, durably, with a signature."""
+    """Write `data` (JSON data) as a signed record at `path`, durably, in place of any older record."""
     folder, inode = _place(path.parent)
     at = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     entry = {"user": _user(), "host": platform.node(), "folder": folder, "inode": inode, "at": at, "data": data}
@@ -215,11 +217,13 @@ def _place(folder: Path) -> tuple[str, int]:
 
 
 def _code(name: str, folder: str, inode: int, body: bytes) -> bytes:
+    """Return the code (HMAC-SHA256) that proves that this user wrote the record `name` in this folder."""
     head = json.dumps([name, folder, inode]).encode() + b"\n"
     return hmac.new(own_key().secret, head + body, "sha256").hexdigest().encode()
 
 
 def _user() -> str:
+    """Return the user's name, or the user's number where there is no name."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):

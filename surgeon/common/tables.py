@@ -26,6 +26,8 @@ _INDENT = 2
 
 @dataclass(frozen=True)
 class _Column:
+    """A column of a table: its heading, whether it contains numbers, and its style."""
+
     heading: str
     number: bool
     style: str
@@ -84,13 +86,16 @@ class FittedTable:
         ]
 
     def _width(self, widths: Sequence[int]) -> int:
+        """Return the width of columns of these widths side by side, with the gaps."""
         return sum(widths) + _GAP * (len(widths) - 1)
 
     def _cells(self, number: int) -> list[str]:
+        """Return the texts in a column, the heading first where the table has headings."""
         heading = [self._columns[number].heading] if self._headings else []
         return heading + [cells[number].plain for cells in self._rows if number < len(cells)]
 
     def _natural(self, number: int) -> int:
+        """Return the width of a column's longest line."""
         return max((cell_len(line) for cell in self._cells(number) for line in cell.splitlines()), default=0)
 
     def _least(self, number: int) -> int:
@@ -116,6 +121,10 @@ class FittedTable:
     def _side_by_side(
         self, rows: Sequence[Sequence[Text]], shown: Sequence[int], least: Sequence[int], room: int
     ) -> Table:
+        """Return a table of the rows with the columns `shown`, at most `room` characters wide.
+
+        The widest columns are shrunk, but none below its width in `least`.
+        """
         widths = [self._natural(number) for number in shown]
         while self._width(widths) > room:
             # Shrink the widest column that is above its least width.
@@ -164,6 +173,7 @@ class FittedTable:
 
 
 def _indented(content: RenderableType, by: int = _INDENT) -> Padding:
+    """Return the content indented by a number of spaces."""
     return Padding(content, (0, 0, 0, by))
 
 
@@ -179,4 +189,5 @@ def _flowed(pairs: Sequence[Text], room: int) -> list[Text]:
 
 
 def _longest_word(texts: Sequence[str]) -> int:
+    """Return the width of the longest word in the texts."""
     return max((cell_len(word) for text in texts for word in text.split()), default=0)

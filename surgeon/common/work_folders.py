@@ -180,6 +180,7 @@ class WorkFolder:
         self._lock = -1
 
     def __enter__(self) -> Self:
+        """Lock the folder, made if missing, and check its content. Raises BadInput as the class describes."""
         self._lock = self._take_lock()
         try:
             self._check_content()
@@ -216,7 +217,10 @@ class WorkFolder:
             )
 
     def remove(self, last: str | None = None) -> None:
-        """Remove the folder with its content; the file `last` and the lock are removed at the end. Raises OSError."""
+        """Remove the folder with its content; the file `last` and the lock file are removed at the end.
+
+        Raises OSError.
+        """
         self.clear(but=(last,))
         self.clear()
         (self.path / LOCK_FILE).unlink(missing_ok=True)
@@ -233,6 +237,10 @@ class WorkFolder:
                 Path(entry.path).unlink()
 
     def _take_lock(self) -> int:
+        """Make the folder where it is missing, lock it, and return the lock file's descriptor.
+
+        Raises BadInput where another process has the lock, or the folder or the lock file is not the user's own.
+        """
         for _ in range(_LOCK_ATTEMPTS):
             try:
                 self._make_or_check()
@@ -273,6 +281,10 @@ class WorkFolder:
         )
 
     def _make_or_check(self) -> None:
+        """Make the folder with mode 0700, or check an existing one and set that mode.
+
+        Raises BadInput for a link, anything but a folder, and another user's folder.
+        """
         try:
             self.path.mkdir(0o700)
             return
@@ -288,6 +300,7 @@ class WorkFolder:
                 self.path.chmod(0o700)
 
     def _check_content(self) -> None:
+        """Raise BadInput where the folder contains a link, a special file, or another user's file."""
         owner = os.lstat(self.path).st_uid
         for folder, folders, files in os.walk(self.path):
             for name in (*folders, *files):
@@ -304,10 +317,12 @@ class WorkFolder:
                     raise _foreign(path, "a second name of another file")
 
     def _still_there(self, lock: int) -> bool:
+        """Return whether the lock file at the folder's path is the locked file."""
         return _is_at(lock, self.path / LOCK_FILE)
 
 
 def _is_single_file(found: os.stat_result) -> bool:
+    """Return whether it is a regular file with only one name."""
     return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
 
 
@@ -323,6 +338,7 @@ def _is_ours(found: os.stat_result, parent: Path) -> bool:
 
 
 def _foreign(path: Path, what: str) -> BadInput:
+    """Return the error for a file or folder that surgeon did not make."""
     return BadInput(
         f"{printable(str(path))}: {what}, but surgeon works in this place, in files of its own; look at it, then remove"
         " it or choose another folder"

@@ -37,8 +37,8 @@ Place = tuple[str | int, ...]
 class Document:
     """A YAML document as it was read, which may be changed until its schema checks it (`check_yaml`).
 
-    `lines` are those of all places in it, `source` is the file's name and `what` its kind, for errors; `given` are the
-    options that changed it, by the place that they set.
+    `lines` gives the line of every place in it. `source` is the file's name and `what` its kind, for errors. `given`
+    are the options that changed it, by the place that they set.
     """
 
     data: dict[str, Any]
@@ -48,11 +48,11 @@ class Document:
     given: dict[Place, str] = field(default_factory=dict)
 
     def override(self, settings: Sequence[str], *, example: str, called: str = "--set") -> None:
-        """Set values by `dotted.path=VALUE`, VALUE in YAML; an entry of a list goes by its name or number.
+        """Set values by `dotted.path=VALUE`, VALUE in YAML; a step into a list is an entry's name or number.
 
-        Errors call a setting by what `called` says before it. Raises BadInput for what is no such setting (it shows
-        `example`), and where the path leads through a value or to an entry that is not there; keys that the schema does
-        not know are found with the rest of the document.
+        Missing sections are created. Errors begin with `called` and the setting. Raises BadInput, which shows
+        `example`, for a setting of another form, and BadInput where the path leads through a value or to a missing
+        entry. Keys that the schema does not know are reported later, with the rest of the document.
         """
         for setting in settings:
             option = f"{called} {setting}"
@@ -95,12 +95,15 @@ def decoded(raw: bytes, source: str) -> str:
 
 
 def read_yaml(path: Path, *, what: str, needs: str) -> Document:
-    """Read a file that holds a document. Raises BadInput as `read_text` and `parse_yaml` do."""
+    """Read a file that holds a document; `what` and `needs` are for errors, as in `parse_yaml`.
+
+    Raises BadInput as `read_text` and `parse_yaml` do.
+    """
     return parse_yaml(read_text(path, what=what), str(path), what=what, needs=needs)
 
 
 def parse_yaml(text: str, source: str, *, what: str, needs: str) -> Document:
-    """Read a document that is given as text; `needs` are the keys that it must have.
+    """Read a document that is given as text; `needs` describes, for errors, the keys that it must have.
 
     Raises BadInput where the text is not valid YAML, nests too deep, repeats a key, is empty or no mapping.
     """
@@ -142,6 +145,7 @@ class _Reader(yaml.SafeLoader):
         self.depth = self.count = 0
 
     def get_event(self) -> yaml.Event:
+        """Return the next event. Raises BadInput where the document nests too deep or has too many entries."""
         event: yaml.Event = super().get_event()  # type: ignore[no-untyped-call]
         self.count += 1
         if isinstance(event, yaml.CollectionStartEvent):
@@ -166,6 +170,10 @@ class _Builder:
     built: int = field(default=0, init=False)
 
     def build(self, node: yaml.Node, place: Place) -> Any:
+        """Return a node as plain data, and record the lines of its places.
+
+        Raises BadInput for anything but plain data.
+        """
         line = node.start_mark.line + 1
         self.lines.setdefault(place, line)
         # Expanded entries are counted: aliases repeat their node here, so an alias bomb stops at the limit.
@@ -190,6 +198,10 @@ class _Builder:
                 return self._scalar(node, line)
 
     def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
+        """Return a mapping node as a dict.
+
+        Raises BadInput for a repeated key, a merge key, or a key that is no scalar.
+        """
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
@@ -223,6 +235,10 @@ class _Builder:
         return text
 
     def _scalar(self, node: yaml.ScalarNode, line: int) -> Any:
+        """Return a scalar node's value by YAML 1.2's rules.
+
+        Raises BadInput for a number in an ambiguous or infinite form.
+        """
         text = self._characters(node.value, line)
         if node.style in ("'", '"', "|", ">") or (node.tag.endswith(":str") and not _FLOAT.fullmatch(text)):
             return text
@@ -248,7 +264,10 @@ class _Builder:
 
 
 def _key_in(node: Any, step: str, option: str, above: str) -> str | int:
-    """Return the key, or the list entry's number, for one step of a dotted path. Raises BadInput."""
+    """Return the key, or the list entry's number, for one step of a dotted path.
+
+    Raises BadInput where the step leads into a value, or to no entry or several entries of a list.
+    """
     if isinstance(node, dict):
         return step
     if not isinstance(node, list):

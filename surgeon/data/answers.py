@@ -44,8 +44,8 @@ class EncodedPrompts:
 def encode_prompts(prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: int = 64) -> EncodedPrompts:
     """Encode prompts by a checkpoint's tokenizer: as a user's turn where it has a chat template, else unchanged.
 
-    An answer may have `tokens` tokens, or as many as the context leaves. Raises BadInput where there is no tokenizer,
-    and for a prompt without tokens or without room for an answer.
+    An answer may have `tokens` tokens, or fewer where the context has no more room. Raises BadInput where there is no
+    tokenizer, and for a prompt without tokens or without room for an answer.
     """
     from surgeon.data.generation import ANSWER, Prompter
     from surgeon.models.tokens import check_ids
@@ -74,9 +74,10 @@ def encode_prompts(prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: in
 def answer(
     model: Any, prompts: EncodedPrompts, *, advance: Callable[[int], None] = lambda _prompts: None
 ) -> list[Answer]:
-    """Let a loaded model answer each prompt (`encode_prompts`) by greedy decoding.
+    """Let a loaded model answer each prompt (`encode_prompts`) by greedy decoding; return the answers in order.
 
-    Prompts are run one by one, so that no padding changes an answer. `advance` receives the number just completed.
+    Prompts are run one by one, so that no padding changes an answer. `advance` receives the number of prompts just
+    completed.
     """
     from surgeon.data.generation import continued
 

@@ -42,12 +42,12 @@ class Message:
 
     @property
     def answers(self) -> bool:
-        """Whether the loss counts it."""
+        """Whether the loss counts the message."""
         return self.role == ASSISTANT and self.counts
 
     @property
     def says(self) -> bool:
-        """Whether it has text, or an assistant's calls or thoughts."""
+        """Whether the message has text, or an assistant's calls or thoughts."""
         return bool(self.content.strip()) or any(key in self.more for key in _INSTEAD_OF_WORDS)
 
     def turn(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Chat:
 
 
 def turn_of(value: Any, nth: int, where: str) -> Message:
-    """Read message number `nth` of the chat at `where`. Raises BadInput where it is unreadable or not text."""
+    """Return message number `nth` of the chat at `where`. Raises BadInput where it is unreadable or not text."""
     shown = f"{printable(where)}: message {nth}"
     if not isinstance(value, Mapping):
         raise BadInput(f"{shown} is no object ({printable(repr(value), 40)}); write it with `role` and `content`")
@@ -106,7 +106,10 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
 
 
 def tools_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Read tools: a list of objects, or a text that contains such a list as JSON. Raises BadInput for anything else."""
+    """Return tools, read from a list of objects, or from a text that contains such a list as JSON; empty for None.
+
+    Raises BadInput for anything else.
+    """
     shown = f"{printable(where)}: `tools`"
     if isinstance(value, str):
         value = _json(value, "the list", shown) if value.strip() else None
@@ -126,7 +129,10 @@ def _name(described: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _calls(value: Any, shown: str) -> list[dict[str, Any]]:
-    """Return calls in the form that templates read: `function` with `name` and `arguments`, an object, not text."""
+    """Return calls in the form that templates read: `function` with `name` and `arguments`, an object, not text.
+
+    Raises BadInput where a call has no name, or arguments that are not JSON.
+    """
     calls = [value] if isinstance(value, Mapping) else value
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) and any(_name(call)) for call in calls):
         raise BadInput(f"{shown}: `tool_calls` is not a list of calls with a `name` and `arguments`; write them so")
@@ -166,7 +172,10 @@ def _plain(value: Any, where: str, depth: int = _DEPTH) -> Any:
 
 
 def _json(value: Any, what: str, shown: str) -> Any:
-    """Parse a text as JSON; return a value that is no text unchanged."""
+    """Return a text parsed as JSON; return a value that is no text unchanged.
+
+    Raises BadInput (prefix `shown`, with the name `what`) for a text that is not JSON.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -176,7 +185,10 @@ def _json(value: Any, what: str, shown: str) -> Any:
 
 
 def _joined(parts: Sequence[Any], shown: str) -> str:
-    """Join the parts of a content, each of which must be text."""
+    """Return the parts of a content joined to one text.
+
+    Raises BadInput (prefix `shown`) for a part that is not text.
+    """
     texts = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
@@ -189,7 +201,10 @@ def _joined(parts: Sequence[Any], shown: str) -> str:
 
 
 def _counts(message: Mapping[str, Any], shown: str) -> bool:
-    """Return whether the loss may count a message: OpenAI's `weight`, axolotl's `train` or `training`, each 0 or 1."""
+    """Return whether the loss may count a message: OpenAI's `weight`, axolotl's `train` or `training`, each 0 or 1.
+
+    Without these keys it may. Raises BadInput (prefix `shown`) for another value.
+    """
     for key in ("weight", "train", "training"):
         if (value := message.get(key)) is None:
             continue

@@ -154,6 +154,12 @@ class Documents:
             return unpacked(opened, str(file))
 
     def _index(self, number: int, file: Path, most: int | None) -> NDArray[np.int64]:
+        """Read a file to its end; return its documents' places, (documents, 4), int64.
+
+        A place is the file's number, begin and end in bytes, and the line; for parquet the file's number, row group,
+        row and 0. With `most`, at most this many rows are read, unless some are bad. Raises BadInput for an unreadable
+        file or bad rows.
+        """
         readers: dict[str, Callable[[BinaryIO, Path], Iterator[Row]]] = {
             ".txt": self._pieces,
             ".parquet": partial(self._rows, number),
@@ -178,6 +184,7 @@ class Documents:
         return np.column_stack([np.full(len(places), number, dtype=np.int64), places])
 
     def _lines(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
+        """Yield the rows of a file with one JSON object per line; blank lines are skipped."""
         begin = 0
         for number, line in enumerate(text_lines(handle, str(file)), 1):
             end = begin + len(line)
@@ -187,6 +194,7 @@ class Documents:
             begin = end
 
     def _parsed(self, line: bytes, where: str) -> Document:
+        """Return the document in a line of JSON. Raises BadInput (prefix `where`) where the line contains none."""
         return self._document(parsed(line, where, "write one object a line, or a list of objects"), where)
 
     def _entries(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
@@ -228,6 +236,7 @@ class Documents:
         return stamps(self.files)
 
     def _document(self, entry: Any, where: str) -> Document:
+        """Return the document in a parsed entry. Raises BadInput (prefix `where`) where the entry contains none."""
         return document_of(entry, self.rows.spec, where)
 
 
@@ -268,7 +277,10 @@ class Repeated:
 
 
 def _refuse_one_object(content: bytes, shown: str) -> None:
-    """Raise BadInput where a file is a single JSON object over several lines."""
+    """Raise BadInput where a file is a single JSON object over several lines.
+
+    Does nothing where `content` is no complete JSON: reading line by line then reports what is wrong.
+    """
     try:
         found = parsed(content, shown, "")
     except BadInput:
@@ -280,6 +292,7 @@ def _refuse_one_object(content: bytes, shown: str) -> None:
 
 
 def _plain(content: bytes, where: str) -> str:
+    """Return bytes of a plain text, decoded as UTF-8. Raises BadInput (prefix `where`) where they are not UTF-8."""
     try:
         return content.decode(_UTF8)
     except UnicodeDecodeError as error:
@@ -336,6 +349,7 @@ def _texts_below(folder: Path) -> Iterator[Path]:
 
 
 def _refuse_folder(error: OSError) -> Never:
+    """Raise BadInput for a folder that cannot be listed."""
     raise BadInput(
         f"{printable(str(error.filename))}: cannot be read ({error.strerror}); make it readable, or move it elsewhere"
     )
@@ -354,9 +368,10 @@ os.register_at_fork(after_in_child=_HELD.clear)
 
 
 def unpacked(packed: BinaryIO, shown: str) -> BinaryIO:
-    """Unpack a file to an unnamed temporary file, which disappears with the process, and open it.
+    """Unpack a gzip file to an unnamed temporary file, which disappears with the process, and return it opened.
 
-    Raises BadInput (prefix `shown`) for a file that is damaged, unpacks to too much, or to more than the disk can hold.
+    A file that is unchanged since this process unpacked it is not unpacked again. Raises BadInput (prefix `shown`) for
+    a file that is damaged, unpacks to too much, or to more than the disk can hold.
     """
     about = os.fstat(packed.fileno())
     key = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)

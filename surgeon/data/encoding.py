@@ -40,6 +40,10 @@ class Written:
     """A chat rendered by a template. Raises BadInput where the template refuses it, or leaves something out."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, chat: Chat) -> None:
+        """Render `chat` in the first form of a turn (`_FORMS`) of which the template leaves nothing out.
+
+        Raises BadInput where the template refuses every form, or leaves out tools, calls or all answers' words.
+        """
         self.tokenizer = tokenizer
         self.template = template
         self.chat = chat
@@ -174,6 +178,7 @@ class Written:
         return marked.rpartition(chr(_END + 2 * nth))[2]
 
     def _marked(self, turns: Sequence[dict[str, Any]], strip: Callable[[str], str]) -> list[dict[str, Any]]:
+        """Return the turns with marks around each answer's words, after `strip` is applied to the words."""
         return [_with_marks(turn, nth, strip) if turn["role"] == ASSISTANT else turn for nth, turn in enumerate(turns)]
 
     def _within(self, text: str, spans: Sequence[Span]) -> Encoded:
@@ -182,9 +187,14 @@ class Written:
         return ids, [any(begin < min(end, last) and first < end for first, last in spans) for begin, end in offsets]
 
     def _ids(self, text: str) -> list[int]:
+        """Return the token ids of a rendered text, without special tokens added."""
         return self.tokenizer.ids(text, special=False) if text else []
 
     def _render(self, turns: Sequence[dict[str, Any]], *, template: str | None = None, prompt: bool = False) -> str:
+        """Return the text that the template makes of the turns; "" without turns.
+
+        With `prompt`, the text ends where an assistant's answer would begin. `template` replaces the chat's template.
+        """
         if not turns:
             return ""
         turns = [self._form(turn) for turn in turns]
@@ -199,6 +209,7 @@ def _with_marks(turn: dict[str, Any], nth: int, strip: Callable[[str], str]) -> 
     last = len(turn["tool_calls"]) - 1
 
     def marked(which: int, function: dict[str, Any]) -> dict[str, Any]:
+        """Return a call's function with marks in its name: before the first call's name, and after the last call's."""
         name = function["name"]
         return function | {"name": f"{begin if which == 0 else ''}{name}{end if which == last else ''}"}
 
@@ -214,6 +225,7 @@ def _with_calls(turn: dict[str, Any], change: Callable[[int, dict[str, Any]], di
 
 
 def _arguments_as_text(_: int, function: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's function with its arguments as JSON text."""
     return function | {"arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
 
 
@@ -291,10 +303,12 @@ class Encoder:
         return ids, counted
 
     def _text(self, text: str) -> Encoded:
+        """Return the tokens of a text, all counted, with the end-of-sequence token."""
         ids = self._ended(self.tokenizer.ids(text, as_text=self.as_text))
         return ids, [True] * len(ids)
 
     def _ended(self, ids: list[int]) -> list[int]:
+        """Return ids with the end-of-sequence token at the end, added where it is missing and the tokenizer has one."""
         end = self.tokenizer.eos_token_id
         return [*ids, end] if end is not None and (not ids or ids[-1] != end) else ids
 

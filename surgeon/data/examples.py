@@ -97,6 +97,7 @@ class ExampleEncoder:
             )
 
     def _alone(self, text: str) -> list[int]:
+        """Return the token ids of a text without special tokens."""
         return self.tokenizer.ids(text, special=False)
 
 
@@ -131,6 +132,7 @@ def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: st
 
 
 def _labelled(documents: Corpus, number: int) -> Labelled:
+    """Return document `number` of a source of labelled texts."""
     document = documents.read(number)
     assert isinstance(document, Labelled)
     return document
@@ -146,6 +148,7 @@ def batch_of_examples(examples: Sequence[Example], *, pad: int) -> dict[str, Ten
     longest = max(len(example.ids) for example in examples)
 
     def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+        """Return rows as a tensor (examples, longest), filled up with `value` at the end."""
         return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
     batch = {

@@ -87,6 +87,7 @@ class Prompter:
         return {token for token in self.tokenizer.ids(around[1].lstrip(), special=False)[:1] if token in self.special}
 
     def _ends(self) -> set[int]:
+        """Return the token ids that end a text, by tokenizer and both configs; ids that are no rows are ignored."""
         found: list[object] = [self.tokenizer.eos_token_id]
         configs = [self.folder.config]
         if _SETTINGS in self.folder.side_files:
@@ -100,7 +101,9 @@ class Prompter:
 
 
 def continued(model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most: int, **how: Any) -> list[Turn]:
-    """Continue each prompt by at most `most` tokens, or up to one of `ends`.
+    """Continue each prompt by at most `most` tokens, or up to one of `ends`; return the continuations in order.
+
+    The model's own generation settings (`generation_config`) are replaced.
 
     Args:
         model: A loaded model.

@@ -19,7 +19,7 @@ _AGAIN = "get the file again, or leave it out"
 
 
 def entries_of(file: BinaryIO, shown: str) -> Iterator[tuple[int, int, int, Any]]:
-    """Yield every entry's begin and end in bytes, its line, and its value.
+    """Yield (begin, end, line, value) for each entry; begin and end are byte positions in the file.
 
     Raises BadInput (prefix `shown`, the file's name) where the file is no list, no JSON or not UTF-8, and for an entry
     of more than `MAX_DOCUMENT_BYTES`.
@@ -50,7 +50,7 @@ def entries_of(file: BinaryIO, shown: str) -> Iterator[tuple[int, int, int, Any]
 
 
 class _Reader:
-    """A file that is read forwards; `place` is the position of the next byte, `line` its line."""
+    """A file that is read forwards; `place` is the position in bytes of the next byte, `line` its line number."""
 
     def __init__(self, file: BinaryIO, shown: str) -> None:
         self._file = file
@@ -60,13 +60,17 @@ class _Reader:
         self.line = 1
 
     def _more(self) -> bool:
-        """Read more, at least as much as is in memory (the beginning of one value); return False at the file's end."""
+        """Read more bytes into memory, at least as many as are there already; return False at the file's end.
+
+        The bytes in memory are the beginning of one value. Raises BadInput where they are too many.
+        """
         self._check_length(len(self._held))
         found = self._file.read(max(_PIECE, len(self._held)))
         self._held += found
         return bool(found)
 
     def _check_length(self, count: int) -> None:
+        """Raise BadInput where the current entry's `count` bytes are more than a document may have."""
         if count > MAX_DOCUMENT_BYTES:
             raise too_long(f"{self._shown}:{self.line}", "this entry")
 
@@ -104,7 +108,7 @@ class _Reader:
         return found
 
     def _end(self) -> int:
-        """Return the end of the value that begins here, or of the file."""
+        """Return the number of bytes in memory up to the end of the value that begins here, or of the file."""
         if bytes(self._held[:1]) not in (b"{", b"[", b'"'):
             while (found := _SCALAR_ENDS.search(self._held)) is None and self._more():
                 pass

@@ -68,6 +68,7 @@ def _said(key: str, spec: RowsSpec) -> Layout:
     """Return the layout of a text under `key`: with a label for the kind `labels`; without a kind, also of messages."""
 
     def read(entry: Mapping[str, Any], where: str) -> Document:
+        """Return the text, labelled text or chat under the key. Raises BadInput (prefix `where`) for anything else."""
         if spec.kind is None and _has_messages(entry[key]):
             return _listed(key).read(entry, where)
         text = _text(entry[key], key, where)
@@ -77,7 +78,10 @@ def _said(key: str, spec: RowsSpec) -> Layout:
 
 
 def _listed(key: str) -> Layout:
+    """Return the layout of a chat whose messages are a list under `key`."""
+
     def read(entry: Mapping[str, Any], where: str) -> Chat:
+        """Return the chat under the key. Raises BadInput (prefix `where`) for anything else."""
         return _chat(entry, _turns(entry[key], f"`{printable(key)}`", where), where)
 
     return Layout((key,), _BESIDE, read)
@@ -91,6 +95,10 @@ def _answered(asks: str, answers: str, more: Sequence[str] = ()) -> Layout:
     """
 
     def read(entry: Mapping[str, Any], where: str) -> Chat:
+        """Return a chat of earlier turns, the question and the answer.
+
+        Raises BadInput (prefix `where`) for anything else.
+        """
         asked, answered = entry[asks], entry[answers]
         if isinstance(asked, str):
             beside = [_text(entry[key], key, where) for key in more if key != asks and entry.get(key) is not None]
@@ -151,6 +159,7 @@ def _layouts_of(names: Collection[str], spec: RowsSpec) -> list[Layout]:
 
 
 def _chats_of(names: Collection[str]) -> list[Layout]:
+    """Return the layouts of chats that fit these keys: a list of messages, else the usual pair, else all pairs."""
     listed = [_listed(key) for key in _LISTS if key in names]
     asks = [key for key in _ASKS if key in names]
     # `input` and `context` are questions only where no other question key exists.
@@ -196,7 +205,10 @@ def columns_of(names: Sequence[str], spec: RowsSpec, where: str) -> list[str]:
 
 
 def document_of(entry: Any, spec: RowsSpec, where: str) -> Document:
-    """Make a document from an entry of a file, or a row of a table. Raises BadInput (prefix `where`)."""
+    """Return the document in an entry of a file, or in a row of a table.
+
+    Raises BadInput (prefix `where`) where it contains none, or could be read in several ways.
+    """
     if not isinstance(entry, Mapping):
         raise BadInput(f"{printable(where)}: no JSON object ({printable(repr(entry), 40)}); write one a document")
     return layout_of(entry, spec, where).read(entry, where)
@@ -218,6 +230,7 @@ def _labelled(text: str, entry: Mapping[str, Any], where: str) -> Labelled:
 
 
 def _turns(value: Any, shown: str, where: str) -> list[Message]:
+    """Return the messages in a list. Raises BadInput (prefix `where`, with the name `shown`) for anything else."""
     if isinstance(value, Mapping) and _has_messages(value):
         # `datasets` stores a `Sequence` of structs as a struct of lists of equal length.
         value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=False)]
@@ -228,6 +241,7 @@ def _turns(value: Any, shown: str, where: str) -> list[Message]:
 
 
 def _text(value: Any, key: str, where: str) -> str:
+    """Return the text under `key` unchanged. Raises BadInput (prefix `where`) for anything but a valid text."""
     if not isinstance(value, str):
         raise BadInput(
             f"{printable(where)}: `{printable(key)}` is no text ({printable(repr(value), 40)}); make it one, or"

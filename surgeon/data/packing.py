@@ -56,6 +56,7 @@ class Packer:
         self._clear()
 
     def _clear(self) -> None:
+        """Begin a new empty sequence."""
         self.ids: list[int] = []
         self.labels: list[int] = []
         self.positions: list[int] = []
@@ -97,8 +98,9 @@ _T = TypeVar("_T")
 class Stream(ABC, Generic[_T]):
     """The endless sequences or examples of one source; every pass has a new random order of documents.
 
-    Resumable between any two items. `used` counts tokens: of the document at `position`, or of all examples so far,
-    without padding.
+    Resumable between any two items: the position is `epoch` (the pass), `position` (the document's number in the pass's
+    order) and `used`. `used` counts tokens: for sequences the tokens taken from the current document, for examples the
+    tokens of all examples so far, without padding. `longest` is the most tokens of a document so far.
     """
 
     name: str
@@ -124,7 +126,7 @@ class Stream(ABC, Generic[_T]):
         return [self.epoch, self.position, self.used]
 
     def restore(self, state: Sequence[int]) -> None:
-        """Return to the position `state`."""
+        """Go back to the position `state`, as `state()` returned it."""
         self.epoch, self.position, self.used = state
         self._order = None
 
@@ -181,6 +183,7 @@ class SourceStream(Stream[PackedSequence]):
                 yield len(self.encoder.encode(document)[0]), sum(len(text.encode()) for text in said_in(document))
 
     def _encoded(self) -> Encoded:
+        """Return the tokens of the current document, encoded only once."""
         place = self.epoch, self.position
         if self._current is None or self._current[0] != place:
             encoded = self.encoder.encode(self.documents.read(self._number()))
@@ -199,7 +202,10 @@ def one_pass(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
 
 
 class Mixture(Generic[_T]):
-    """Sequences of several sources by their shares: the next one comes from the source furthest behind its share."""
+    """A mixture of several sources by their shares: the next item comes from the source furthest behind its share.
+
+    `credits` are, by source, how far it is behind its share, in items. `taken` counts the items taken from each.
+    """
 
     def __init__(self, streams: Sequence[Stream[_T]], shares: Sequence[float], *, seed: int) -> None:
         # Typed as Any because some callers with text mixtures access the streams' packers.
@@ -228,7 +234,7 @@ class Mixture(Generic[_T]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Return to the position `state`."""
+        """Go back to the position `state`, as `state()` returned it."""
         self.credits, self.taken = list(state["credits"]), list(state["taken"])
         for stream in self.streams:
             stream.restore(state["sources"][stream.name])
@@ -238,8 +244,8 @@ class Mixture(Generic[_T]):
 class Batches(Generic[_T]):
     """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences, made by `make`.
 
-    At the key NUMBERS they have those of their sequences among all that the mixture gave. Nothing is prefetched, so
-    after a step the mixture's position is exactly behind that step's sequences.
+    The key NUMBERS of a batch contains its sequences' numbers among all sequences that the mixture gave. Nothing is
+    prefetched, so after a step the mixture's position is exactly behind that step's sequences.
     """
 
     mixture: Mixture[_T]
@@ -249,7 +255,7 @@ class Batches(Generic[_T]):
     make: Callable[[Sequence[_T]], dict[str, Tensor]]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """This process's batches."""
+        """Yield this process's batches, without end."""
         import torch
 
         while True:
@@ -299,9 +305,10 @@ def held_out(
 
 
 def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of documents to train on and to hold out; the choice does not depend on the run's seed.
+    """Return (numbers to train on, numbers to hold out); the choice does not depend on the run's seed.
 
-    Where `share` is above 0, at least one is held out and at least one is left. Raises BadInput for a single document.
+    With a `share` of 0 none is held out. Else at least one is held out and at least one is left. Raises BadInput for a
+    single document.
     """
     count = len(documents)
     if not share:

@@ -35,6 +35,7 @@ class ParquetFiles:
     """
 
     def __init__(self, files: Mapping[int, Path], open_file: Callable[[Path], BinaryIO]) -> None:
+        """Start the child process that reads the files. Raises BadInput where pyarrow is not installed."""
         self._shown = {number: printable(str(file)) for number, file in files.items()}
         # Imported in the parent, so that no child has to import it itself.
         try:
@@ -91,7 +92,10 @@ class _Reader:
     def answer(
         self, file: int, group: int | None = None, columns: Sequence[str] = (), first: int = 0, most: int | None = None
     ) -> Any:
-        """Answer a question of `ParquetFiles`; a question with only a file asks for the file's head."""
+        """Answer a question of `ParquetFiles`: the rows from `first` on, at most `most`, as a list of dicts.
+
+        With only `file`, return the file's head: its column names and its number of row groups.
+        """
         if group is None:
             _, footer = self._open(file)
             return footer.schema_arrow.names, footer.num_row_groups
@@ -111,6 +115,10 @@ class _Reader:
         return self._opened[file]
 
     def _read(self, file: int, group: int, columns: Sequence[str]) -> None:
+        """Read a row group into memory, with the ends of its pieces; drop older groups beyond `_KEPT` bytes.
+
+        Raises BadInput for a row that is too large, and pyarrow's errors or ValueError for damage.
+        """
         import pyarrow.parquet
 
         handle, footer = self._open(file)
@@ -211,18 +219,21 @@ def row_sizes(array: Any) -> NDArray[np.int64]:
 
 
 def _sum(parts: Iterable[NDArray[np.int64]], total: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Add the parts to `total`, in place, and return it."""
     for part in parts:
         total += part
     return total
 
 
 def _has_bytes(kind: Any) -> bool:
+    """Return whether values of an Arrow type are texts or bytes with offsets."""
     from pyarrow import types
 
     return any(of(kind) for of in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
 
 
 def _check_type(kind: Any, where: str) -> None:
+    """Raise BadInput (prefix `where`) for an Arrow type whose values cannot be measured."""
     if not _is_counted(kind, _DEEPEST):
         raise BadInput(
             f"{printable(where)} is of the type {printable(str(kind), 60)}; texts, numbers, lists and structs are read:"

@@ -94,12 +94,14 @@ class Recalled:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `base`, `digest`: the file; the model that wrote it; the digest of its config and tensors
+            `path`: the file
+            `base`, `digest`: the model that wrote it, and the digest of the model's config and tensors
             `settings`: `tokens`, `prompts`, `temperature`, `top_p`, `length`, `batch`, `seed`, `dtype`
             `counts`: `batches`; documents `written` and `kept`; `tokens` kept, and how many documents were `cut` at the
                 longest length; filtered out: `loops`, `duplicates`, `empty`
             `sha256`: the file's digest
-            `seconds`, `tokens_per_second`, `resumed_at`: of this call, filtered text included; kept tokens at its start
+            `seconds`, `tokens_per_second`: of this call, filtered text included
+            `resumed_at`: the tokens that were kept already when this call began
         """
         return plain_fields(self)
 
@@ -194,7 +196,7 @@ def recalled(
     """Do the work of `recall` with an opened model; `shown` is the model's name in the record.
 
     With `once` the file may exist already, if the same model wrote it by the same settings, here; a signed file next to
-    it proves this.
+    it proves this. Then nothing is written again. Raises BadInput as `recall` does.
     """
     settings = _settled(folder, spec) | {"seed": seed, "dtype": dtype}
     there = os.path.lexists(target)
@@ -262,7 +264,7 @@ def sampled(
     device: str,
     say: Callable[[str], None],
 ) -> Sampled:
-    """Write the first batch that `recalled` would write, timed, and write nothing to disk.
+    """Return the first batch that `recalled` would write, timed; nothing is written to disk.
 
     Raises BadInput as `recalled` does, and where no document of the batch could be kept.
     """
@@ -282,7 +284,10 @@ def sampled(
 
 
 def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[str], None]) -> Recalled:
-    """Return the text that exists already. Raises BadInput where it is not `expected`, or came from elsewhere."""
+    """Return the result for a text that exists already.
+
+    Raises BadInput where it is not `expected`, or, without `take_over`, was not written by this user in this place.
+    """
     try:
         content = read_own(beside) or b""
         record = json.loads(content)
@@ -314,6 +319,7 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
 
 
 def _signed_file(target: Path) -> Path:
+    """Return the path of the signed file that proves who wrote the text `target`."""
     return target.with_name(f".{target.name}.signed")
 
 
@@ -340,7 +346,7 @@ def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
 
 
 def beginnings(path: str) -> str:
-    """Read a file of prompts. Raises BadInput where it cannot be read, or has no prompt."""
+    """Return the text of a file of prompts. Raises BadInput where it cannot be read, has no prompt, or is JSON."""
     content = read_given(Path(meant(path)), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
     try:
         text = content.decode("utf-8-sig")
@@ -356,7 +362,10 @@ def beginnings(path: str) -> str:
 
 
 def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[str], None]) -> Writer:
-    """Make the writer for the settings. Raises BadInput where the model cannot start from such beginnings."""
+    """Return the writer for the settings.
+
+    Raises BadInput where the model cannot start from the requested beginnings.
+    """
     lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else beginnings(settings["prompts"])
 
     from surgeon.data.writing import Writer
@@ -369,7 +378,10 @@ def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[s
 
 
 def _written(made: Recalled, text: TextSoFar, writer: Writer, device: str, listener: Listener) -> Recalled:
-    """Write batch after batch until there are enough tokens."""
+    """Write batch after batch until there are enough tokens; return `made` with the final counts, digest and speed.
+
+    Raises NearlyNothing where almost everything is filtered.
+    """
     settings, goal = made.settings, made.settings["tokens"]
     listener.begin("recalling", goal, "tokens")
     listener.advance(text.counts.tokens)
@@ -404,6 +416,7 @@ def _written(made: Recalled, text: TextSoFar, writer: Writer, device: str, liste
 
 
 def _sha256(data: Any) -> str:
+    """Return the hex sha256 of JSON data with sorted keys."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -80,7 +80,10 @@ class Counts:
 
 
 class TextSoFar:
-    """The text written so far, and a record of it that is updated after every batch."""
+    """The text written so far, and a record of it that is updated after every batch.
+
+    `digest` is a running sha256 of the text. `seen` are the keys of its documents, by which duplicates are found.
+    """
 
     def __init__(self, path: Path, fingerprint: str, counts: Counts, digest: Any) -> None:
         self.path = path
@@ -135,6 +138,7 @@ class TextSoFar:
 
     @classmethod
     def _begun(cls, path: Path, fingerprint: str) -> TextSoFar:
+        """Return an empty text, and record it."""
         part = cls(path, fingerprint, Counts(), hashlib.sha256())
         # Written before any text: if the disk became full in between, text without a record would belong to no run.
         part._record(0)
@@ -142,11 +146,11 @@ class TextSoFar:
 
     @classmethod
     def in_memory(cls) -> TextSoFar:
-        """Return an empty text, to which lines are added without being saved."""
+        """Return an empty text that `keep` can count into, without any file."""
         return cls(Path(), "", Counts(), hashlib.sha256())
 
     def keep(self, batch: list[Written], goal: int) -> bytes:
-        """Count a batch's documents, and return the lines of the kept ones, until there are `goal` tokens."""
+        """Count a batch's documents, and return the lines of the kept ones; stop once there are `goal` tokens."""
         found = asdict(self.counts)
         found["batches"] += 1
         lines = b""
@@ -188,6 +192,7 @@ class TextSoFar:
 
 
 def _damaged(file: Path, why: str) -> BadInput:
+    """Return the error for a damaged or edited file of a recall."""
     return BadInput(
         f"{printable(str(file))}: damaged or edited ({why}); remove its folder, and the recall starts again"
     )
@@ -199,6 +204,6 @@ def _key(line: bytes) -> bytes:
 
 
 def judge(counts: Counts, settings: dict[str, Any]) -> None:
-    """Raise NearlyNothing where, after some batches, almost no text of the model can be kept."""
+    """Raise NearlyNothing where, after `_JUDGED` batches, too few documents were kept (`_LEAST_KEPT`)."""
     if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
         raise NearlyNothing.of(counts, settings)

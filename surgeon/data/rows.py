@@ -24,7 +24,10 @@ Row = tuple[Any, str, Callable[[], Document]]
 
 
 class Rows:
-    """A counter of one source's rows that are no documents, and of control tokens in its documents."""
+    """A counter of one source's rows that are no documents, and of control tokens in its documents.
+
+    `blank` counts documents without words, `left_out` bad rows that were left out.
+    """
 
     def __init__(
         self, spec: RowsSpec, tokenizer: Tokenizer | None = None, write: Callable[[Chat], object] | None = None
@@ -96,7 +99,10 @@ class Rows:
         self.left_out += wrong
 
     def _look(self, document: Document, where: str) -> bool:
-        """Count a document's control tokens; return whether it has a word, as every chat has. Raises BadInput."""
+        """Count a document's control tokens; return whether it has a word (a chat always counts as having one).
+
+        Raises BadInput where control tokens are in words that a template writes, or the template refuses the chat.
+        """
         texts = said_in(document)
         if self._tokenizer is not None:
             # A template also writes tools, calls and thoughts.

@@ -50,6 +50,7 @@ def arrow_files(folder: Path) -> list[Path]:
 
 
 def _named(folder: Path, file: str, key: str) -> list[Any]:
+    """Return the list under `key` in a JSON file of a saved folder. Raises BadInput where there is none."""
     shown = str(folder / file)
     found = parse_json_strict(read_capped(folder, file, max_bytes=_MOST), file=shown, max_bytes=_MOST)
     named = found.get(key) if isinstance(found, dict) else None
@@ -59,7 +60,7 @@ def _named(folder: Path, file: str, key: str) -> list[Any]:
 
 
 def _plain(name: Any, where: Path) -> str:
-    """Return a name, after checking that it is a plain name in the same folder. Raises BadInput."""
+    """Return a name unchanged. Raises BadInput where it is no plain name of a file or folder in the same folder."""
     if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise BadInput(
             f"{printable(str(where))}: names {printable(repr(name), 60)}, which is no name in the folder; {_AGAIN}"
@@ -86,7 +87,10 @@ _HEADER, _DATA, _COMPRESSION = 2, 1, 3
 
 
 def _is_compressed(message: Any, kind: str) -> bool:
-    """Return whether a flatbuffer `Message` has compressed columns. Raises StructError, ValueError."""
+    """Return whether a flatbuffer `Message` of this kind (`record batch` or `dictionary`) has compressed columns.
+
+    Raises StructError or ValueError where the message is damaged.
+    """
     batch = _table(message, _table(message, 0, None), _HEADER)
     if kind == "dictionary":
         batch = _table(message, batch, _DATA)

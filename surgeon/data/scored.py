@@ -107,8 +107,8 @@ def score(
 ) -> Scores:
     """Score a loaded model on windows (`cut`, `pack`): cross-entropy and greedy accuracy of every token that counts.
 
-    `batch` of the longest sequences are run at a time, more of shorter ones. `advance` receives the number just
-    completed.
+    `batch` of the longest sequences are run at a time, more of shorter ones. `advance` receives the number of sequences
+    just completed.
     """
     from surgeon.data.scoring import score_sequences
 
@@ -130,9 +130,10 @@ def divergence(
     batch: int = 8,
     advance: Callable[[int], None] = lambda _sequences: None,
 ) -> Scores:
-    """Return scores with KL(base ‖ model) in nats per token instead of the loss; `right` counts equal guesses.
+    """Return scores with KL(base ‖ model) in nats per token instead of the loss.
 
-    Both models are loaded and use the same tokens; where a vocabulary grew, only the base's tokens count.
+    A token counts as right where both models guess the same token. Both models are loaded and use the same tokens;
+    where a vocabulary grew, only the base's tokens count. `batch` and `advance` are as in `score`.
     """
     from surgeon.data.scoring import score_sequences
 
@@ -194,6 +195,7 @@ def judge(
 
 
 def _encoder(checkpoint: Checkpoint) -> Encoder:
+    """Return the encoder of documents by a checkpoint's tokenizer. Raises BadInput where there is no tokenizer."""
     from surgeon.data.encoding import Encoder
 
     return Encoder(checkpoint.path, vocabulary=checkpoint.vocabulary or sys.maxsize)

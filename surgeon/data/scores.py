@@ -24,7 +24,7 @@ class Ratio:
     interval: tuple[float, float] | None
 
     def map(self, function: Callable[[float], float]) -> Ratio:
-        """Apply an increasing function to the value and to both ends of its interval."""
+        """Return the ratio with an increasing function applied to the value and to both ends of the interval."""
         ends = None if self.interval is None else (function(self.interval[0]), function(self.interval[1]))
         return Ratio(function(self.value), ends)
 
@@ -116,11 +116,11 @@ class Scores:
         return ratio(self.bits, windows.nbytes)
 
     def loss_difference(self, first: Scores) -> Ratio:
-        """Return this loss minus the loss of `first`, on the same tokens, paired by unit."""
+        """Return this model's loss minus the loss of `first`, on the same tokens, paired by unit."""
         return difference(self.nats, self.tokens, first.nats, first.tokens)
 
     def bits_difference(self, windows: Windows, first: Scores, first_windows: Windows) -> Ratio:
-        """Return these bits per byte minus those of `first`, on the same documents, even where the tokens differ."""
+        """Return this model's bits per byte minus those of `first`, on the same documents; the tokens may differ."""
         return difference(self.bits, windows.nbytes, first.bits, first_windows.nbytes)
 
 
@@ -185,16 +185,18 @@ class Judged:
         return difference(self.right, ones, first.right, ones)
 
     def figures(self) -> dict[str, float]:
-        """Return the defined ones of loss, accuracy, F1 and Matthews' correlation, by name."""
+        """Return loss, accuracy, F1 and Matthews' correlation by name, without those that are not defined."""
         found = {"loss": self.loss.value, "accuracy": self.accuracy.value, "f1": self.f1, "matthews": self.matthews}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def _mean(sums: NDArray[Any], counts: NDArray[Any]) -> float:
+    """Return Σ sums / Σ counts; NaN where nothing was counted."""
     return float(sums.sum()) / total if (total := float(counts.sum())) else math.nan
 
 
 def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
+    """Return each unit's influence on the ratio: (sumᵢ − R · countᵢ) / Σ counts."""
     # Losses may be infinite or NaN; then the intervals are NaN, without a warning.
     with np.errstate(invalid="ignore"):
         found: NDArray[np.float64] = (sums - _mean(sums, counts) * counts) / max(counts.sum(), 1)
@@ -202,6 +204,7 @@ def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _interval(value: float, influence: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the confidence interval of `value` from the units' influences; None for fewer than two units."""
     units = len(influence)
     if units < 2:
         return None

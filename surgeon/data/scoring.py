@@ -97,10 +97,11 @@ def score_sequences(
 
     Fewer are run at a time where their logits would take more than 1 GiB. Only neighbours of equal length share a
     batch, so there is no padding. `units` gives for each sequence the unit of each token, (length,), out of
-    `unit_count` units; None: every sequence is a unit. Cross-entropy counts the labels that count, in float32 over the
-    model's logits, summed in float64, without auxiliary losses. With a model `beside`, KL(beside ‖ model) replaces it,
-    and a guess is right where both models guess alike. With `processes`, each process runs its share and all return the
-    same scores. `advance` receives the number of sequences just completed.
+    `unit_count` units; None:
+    every sequence is a unit. Cross-entropy is computed for the labels other than IGNORED_LABEL, in float32 over the
+    model's logits, summed in float64, without auxiliary losses. With a model `beside`, KL(beside ‖ model) replaces
+    cross-entropy, and a guess is right where both models guess the same token. With `processes`, each process runs its
+    share and all return the same scores. `advance` receives the number of sequences just completed.
     """
     sums = np.zeros((3, len(sequences) if units is None else unit_count))
     training = model.training
@@ -176,6 +177,7 @@ def _apart(logits: Tensor, others: Tensor) -> tuple[NDArray[np.float64], NDArray
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor as a numpy array."""
     array: NDArray[Any] = tensor.cpu().numpy()
     return array
 
@@ -193,8 +195,9 @@ def judge_examples(
 ) -> Judged:
     """Run `model`, in eval mode, over `examples`, `micro_batch` of similar length at a time.
 
-    Cross-entropy is in float32 over the model's logits, without auxiliary losses. With `processes`, each process runs
-    its share and all return the same result. `advance` receives the number of examples just completed.
+    Returns the results in the examples' order. Cross-entropy is in float32 over the model's logits, without auxiliary
+    losses. Shorter examples are padded with the token id `pad`. With `processes`, each process runs its share and all
+    return the same result. `advance` receives the number of examples just completed.
     """
     training = model.training
     model.eval()

@@ -60,7 +60,7 @@ class OpenedSource:
 
 
 def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
-    """Return what is missing or wrong in the first rows of a source, as pairs of config key and message."""
+    """Return faults in the first rows of a source, or a missing library, as pairs of (config key, message)."""
     wrong: list[tuple[str, str]] = []
     paths = [("path", source.path)]
     if isinstance(source, SourceSpec) and source.generate is not None:
@@ -196,6 +196,7 @@ class Table:
             ) from None
 
     def _row(self, row: int) -> str:
+        """Return the name of a row in errors."""
         return f"{self._shown}, row {row}"
 
 
@@ -214,7 +215,10 @@ def _check_feature(feature: Any, where: str) -> None:
 
 
 def saved_table(folder: Path, split: str | None, rows: Rows) -> Table:
-    """Open a table that `save_to_disk` wrote, or one of its splits. Raises BadInput where this is impossible."""
+    """Open a table that `save_to_disk` wrote, or one of its splits; for a table with splits, None means `train`.
+
+    Raises BadInput where this is impossible.
+    """
     library = _library(str(folder))
     check_saved(folder)
     with _quiet(library):
@@ -273,7 +277,7 @@ class HubDataset:
         self.commit = str(self._builder.hash)
 
     def table(self, split: str | None, rows: Rows) -> Table:
-        """Prepare one split. Raises BadInput where there is no such split."""
+        """Return one split as a table; None: the split `train`. Raises BadInput where there is no such split."""
         split = split or DEFAULT_SPLIT
         shown = f"datasets/{self.repo_id}"
         try:
@@ -286,6 +290,7 @@ class HubDataset:
 
 
 def _no_split(shown: str, split: str, there: list[str]) -> str:
+    """Return the error text for a split that does not exist; `there` are the existing splits."""
     return (
         f"{printable(shown)}: no split {printable(split)!r}; it has {printable(', '.join(there))}; `split:` of the"
         " source names one"
@@ -293,6 +298,7 @@ def _no_split(shown: str, split: str, there: list[str]) -> str:
 
 
 def _problem(error: Exception) -> str:
+    """Return a description of an error of `datasets`, with advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = printable(" ".join(lines[:2]) if lines else type(error).__name__, limit=400)
     if "Config name is missing" in said or "BuilderConfig" in said:
@@ -305,6 +311,7 @@ def _problem(error: Exception) -> str:
 
 
 def _library(shown: str) -> Any:
+    """Return the library `datasets`. Raises BadInput where it is not installed."""
     try:
         import datasets
     except ImportError:
@@ -313,6 +320,7 @@ def _library(shown: str) -> Any:
 
 
 def _no_library(shown: str) -> str:
+    """Return the error text that `datasets` is not installed."""
     return lacking(f"{printable(shown)}: reading it", "the library `datasets`", "datasets")
 
 

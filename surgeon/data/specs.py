@@ -81,6 +81,7 @@ class TextSpec(RowsSpec):
 
     @model_validator(mode="after")
     def _of_the_hub(self) -> Self:
+        """Raise ValueError for a path that is an address or no dataset id, and for Hub options of a local path."""
         if "://" in self.path or self.path.startswith("hf:"):
             raise ValueError(
                 f"path {self.path!r} is an address: write dataset:USER/NAME for a dataset of the Hub, and get other"
@@ -140,6 +141,7 @@ class SourceSpec(TextSpec):
 
     @model_validator(mode="after")
     def _known(self) -> SourceSpec:
+        """Raise ValueError for options that exclude each other, and for an unknown role or share."""
         if bool(self.path) == (self.generate is not None):
             raise ValueError("give either `path` or `generate`")
         if self.generate is not None and (self.field or self.split or isinstance(self.validation, str)):

@@ -76,7 +76,7 @@ class Writer:
         self.model = load_model(self.folder, dtype=self.settings["dtype"], device=device, say=say)
 
     def write(self, number: int) -> list[Written]:
-        """Write the documents of batch `number`."""
+        """Write the documents of batch `number`; return them, with the facts by which they are filtered."""
         drawn = generator(self.settings["seed"], "recall", number)
         chosen = drawn.integers(len(self.prompts), size=self.settings["batch"])
         seeds = drawn.integers(2**63, size=2)
@@ -88,12 +88,16 @@ class Writer:
         return [self._text(prompt, turn) for prompt, turn in zip(kept, turns, strict=True)]
 
     def _text(self, prompt: list[int], turn: Turn) -> Written:
+        """Return a written document: the text of prompt and continuation, with its facts for the filters."""
         text = self.prompter.words([*prompt, *turn.ids], ended=turn.ended)
         empty = not text.strip() or not self.prompter.words(turn.ids, ended=turn.ended).strip()
         return Written({"text": text}, len(turn.ids), turn.ended, loops(turn.ids), empty)
 
     def _chats(self, prompts: list[list[int]], seeds: Any) -> list[Written]:
-        """Write a question to each prompt, and an answer to each non-empty question."""
+        """Write a question to each prompt, and an answer to each question; return the chats.
+
+        An empty question is answered as `?`, and its chat is marked as empty.
+        """
         questions = self._continued(
             prompts, self.ends | self._end_of(QUESTION, "user's"), self.room // 2, int(seeds[0])
         )
@@ -146,6 +150,7 @@ class Writer:
         return self.tokenizer.ids(around[0], special=False)
 
     def _not_as_they_are(self) -> NearlyNothing:
+        """Return the error for a chat template that does not write a user's words unchanged."""
         return NearlyNothing(
             f"{printable(str(self.folder.path))}: its chat template does not write a user's words as they are, so"
             " there is no bare template; use `prompts: begin`, or a file"
@@ -154,7 +159,8 @@ class Writer:
     def _end_of(self, turns: list[dict[str, str]], whose: str) -> set[int]:
         """Return the token with which the template ends the words in these turns, as a set.
 
-        The set is empty where an assistant's turn has no such token and the model's own end tokens suffice.
+        The set is empty where an assistant's turn has no such token and the model's own end tokens suffice. Raises
+        NearlyNothing where nothing would end the turn, or the template does not write the words unchanged.
         """
         found = self.prompter.end_of_turn(turns)
         if found is None:
@@ -168,4 +174,5 @@ class Writer:
 
 
 def _first_number(given: object) -> int | None:
+    """Return the value where it is a whole number; else None."""
     return given if isinstance(given, int) and not isinstance(given, bool) else None

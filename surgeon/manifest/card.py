@@ -91,7 +91,11 @@ def _delta(
 
 
 def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
-    """Return the Hub id of the nearest base from the Hub; where bases were folders, the id in the base's card."""
+    """Return the Hub id that the card names as base model; None where none is known.
+
+    Where the base was a folder, this is the id in the base's card. Else it is the nearest base in the lineage that was
+    read from the Hub at a known commit.
+    """
     if metadata.base_model is not None and manifest.base.revision is None:
         return metadata.base_model
     nearest = [(manifest.base.id, manifest.base.revision)]
@@ -100,6 +104,7 @@ def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
 
 
 def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto: str, *, delta: bool = False) -> str:
+    """Return the card's metadata block: library, base model, licence, languages, data sets and tags."""
     operations = dict.fromkeys(name for entry in _history(manifest) for name in entry)
     tags = (re.sub(r"[^a-z0-9]+", "-", name.lower())[:60].strip("-") for name in operations)
     return block_of(
@@ -120,6 +125,7 @@ def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto:
 
 
 def _title(manifest: Manifest, base_model: str | None, repo_id: str | None) -> str:
+    """Return the card's title, and one line on the base and how the output was made from it."""
     base = _code(manifest.base.id)
     if base_model is not None and manifest.base.id == base_model and _COMMIT.fullmatch(manifest.base.revision or ""):
         base = f"[{base_model}](https://huggingface.co/{base_model}/tree/{manifest.base.revision})"
@@ -131,6 +137,7 @@ def _title(manifest: Manifest, base_model: str | None, repo_id: str | None) -> s
 
 
 def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
+    """Return a line on the numbers of layers, of parameters and of new parameters."""
     new = sum(sizes.get(name, 0) - _kept_numbers(manifest, made) for name, made in manifest.new_tensors.items())
     return (
         f"{len(manifest.layers)} layers (the base: {manifest.base.layers}), {sum(sizes.values()):,} parameters,"
@@ -147,6 +154,7 @@ def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
 
 
 def _done(manifest: Manifest) -> str:
+    """Return the card's section on operations, training runs, merges, layers and the plan."""
     lines = ["## What was done", ""]
     for entry in manifest.operations:
         lines.append(f"- {_code(entry.op)}: {_code(entry.matched)}")
@@ -219,7 +227,11 @@ def _stack(layers: list[LayerEntry]) -> list[str]:
 
 
 def layer_runs(layers: Iterable[LayerT]) -> list[list[LayerT]]:
-    """Group consecutive layers that are shown as one: neighbours in the base, or layers made alike by one operation."""
+    """Group consecutive layers that the card shows as one line.
+
+    Neighbours in the base form a run where their grafts and descriptions are equal, and so do new layers of one
+    operation.
+    """
     runs: list[list[LayerT]] = []
     for layer in layers:
         if runs and _joins(runs[-1][-1], layer):
@@ -230,6 +242,7 @@ def layer_runs(layers: Iterable[LayerT]) -> list[list[LayerT]]:
 
 
 def _joins(below: LayerEntry | Layer, above: LayerEntry | Layer) -> bool:
+    """Return whether a layer is shown in one run with the layer below it (`layer_runs`)."""
     if below.grafts != above.grafts or below.init != above.init:
         return False
     if below.base is not None and above.base is not None:
@@ -249,6 +262,7 @@ def _on_twin(manifest: Manifest) -> str:
 
 
 def _proof(manifest: Manifest, verified: list[str]) -> str:
+    """Return the card's section on what the surgery promises, why, and how it was checked."""
     lines = ["## What is promised, and the proof", ""]
     if not manifest.operations:
         lines.append("Before its training this was its base, and nothing else.")
@@ -294,6 +308,7 @@ def _is_converted(manifest: Manifest) -> bool:
 
 
 def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None, auto: str) -> str:
+    """Return the card's section on loading the output; `auto` is its auto class, `repo_id` None a local folder."""
     name = repo_id or "path/to/this/folder"
     options = ["trust_remote_code=True"] if manifest.code else []
     fewer = len(manifest.layers) < manifest.base.layers
@@ -346,6 +361,7 @@ def _gate(figures: Mapping[str, Any] | None) -> list[str]:
 
 
 def _training(manifest: Manifest, repo_id: str | None) -> str:
+    """Return the card's section on which tensors to train, with code that selects them where surgeon does not."""
     head = "## How to train on\n\n"
     if not manifest.operations or (manifest.left_behind and not manifest.dropped):
         return head + "As the base: every parameter, some layers, or a LoRA (`surgeon train`).\n"
@@ -384,10 +400,12 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Return the names as code spans, joined by commas."""
     return ", ".join(map(_code, names))
 
 
 def _undoing(manifest: Manifest) -> str:
+    """Return the card's section on reverting the surgeries."""
     code = "surgeon revert THIS BASE --to 0    # the first base, byte for byte"
     if manifest.lineage:
         code = f"surgeon revert THIS EARLIER        # without the last surgery\n{code}"
@@ -398,6 +416,7 @@ def _undoing(manifest: Manifest) -> str:
 
 
 def _license(metadata: Metadata) -> str:
+    """Return the card's section on the licence."""
     if metadata.license is None:
         return "## Licence\n\nUnknown: the base's card names none. The terms of the base apply to what came from it.\n"
     name = metadata.license_name if metadata.license == "other" and metadata.license_name else metadata.license
@@ -438,9 +457,11 @@ def _code(text: Any) -> str:
 
 
 def _fenced(text: str, language: str) -> str:
+    """Return a Markdown code block that its content cannot close."""
     fence = "`" * max(3, _longest_run(text) + 1)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _longest_run(text: str) -> int:
+    """Return the length of the longest run of backquotes in a text."""
     return max((len(run) for run in re.findall("`+", text)), default=0)

@@ -87,7 +87,7 @@ class Checkpoint:
 
     @property
     def base_ids(self) -> set[str]:
-        """The ids of the checkpoints from which it was made, by surgery.json."""
+        """The ids of the checkpoints from which this one was made, by surgery.json; empty without surgery.json."""
         if self.manifest is None:
             return set()
         return {self.manifest.base.id, *(ancestor.base.id for ancestor in self.manifest.lineage)}
@@ -109,12 +109,12 @@ class Checkpoint:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it has a classification head."""
+        """Whether the model has a classification head."""
         return is_classifier(self.config)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of its classification head, in order; empty where there are none."""
+        """The labels of the model's classification head, in order; empty where config.json names none."""
         return label_names(self.config)
 
     @property
@@ -129,16 +129,15 @@ class Checkpoint:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template, or None."""
+        """The tokenizer's chat template; None where there is none."""
         return template_of(self.folder)
 
     def linear_modules(self) -> tuple[list[str], str]:
-        """Return the attention and FFN modules that a LoRA can adapt, as `targets` names, and one matrix that it
-        cannot.
+        """Return (modules, other): attention and FFN modules that a LoRA can adapt, and one matrix that it cannot.
 
-        Names are paths within a layer, in the layers' order. The second result is empty where `targets: all` would do.
-        FFNs are left out where one has experts, because PEFT would confuse expert modules with the modules next to
-        them.
+        Modules are given as `targets` names them: by paths within a layer, in the layers' order. `other` is a tensor's
+        name, empty where `targets: all` would do. FFNs are left out where one has experts, because PEFT would confuse
+        expert modules with the modules next to them.
         """
         linear: dict[str, dict[str, None]] = {role: {} for role in (ATTENTION, FFN)}
         others: dict[str, dict[str, str]] = {role: {} for role in (ATTENTION, FFN)}
@@ -161,16 +160,16 @@ class Checkpoint:
         return digests_of(self.folder, self.folder.tensors, advance)
 
     def side_digests(self) -> dict[str, str]:
-        """Return the hex sha256 of every file other than the shards, by name, except a record (`add_record`)."""
+        """Return the hex sha256 of every file next to the shards, by name, without continual.json (`add_record`)."""
         source = self.folder.source
         others = (*self.folder.shards, RECORD_FILE, f".{RECORD_FILE}.new")
         names = [name for name in source.listing() if not name.endswith("/") and name not in others]
         return {name: hashlib.sha256(source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest() for name in names}
 
     def changed_tensors(self) -> list[str]:
-        """Return the tensors that differ from their entries in surgery.json.
+        """Return the names of tensors that differ from their entries in surgery.json, in dtype, shape or bytes.
 
-        Raises BadInput where there is no surgery.json.
+        Reads all tensors. Raises BadInput where there is no surgery.json.
         """
         recorded = recorded_tensors(manifest_of(self.folder), file=str(self.path / MANIFEST_FILE))
         digests, infos = self.digests(), self.folder.tensors

@@ -202,9 +202,9 @@ def plugins_of(blueprint: Blueprint) -> dict[str, str]:
 
 
 def surgeries_of(base: CheckpointFolder) -> list[Surgery]:
-    """Return the base's own surgeries, oldest first (none: it is no output of surgeon).
+    """Return the base's own surgeries, oldest first; empty where the base is no output of surgeon.
 
-    Raises BadInput for edited ones.
+    Raises BadInput where its manifest was edited.
     """
     return [] if base.manifest is None else as_lineage(manifest_of(base))
 

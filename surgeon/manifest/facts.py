@@ -34,6 +34,7 @@ def facts_of(surgery: Surgery, plan: Plan, *, file: str) -> dict[int, Facts]:
 
 
 def _read(operation: Operation, kind: type[Facts], kept: KeptFacts, file: str) -> Facts:
+    """Return kept facts as an instance of the operation's class of facts. Raises BadInput where they do not fit it."""
     try:
         return kind.model_validate(kept.model_dump(exclude_unset=True))
     except ValidationError as error:
@@ -46,9 +47,9 @@ def _read(operation: Operation, kind: type[Facts], kept: KeptFacts, file: str) -
 
 
 def kept(facts: Mapping[int, Facts]) -> dict[str, KeptFacts]:
-    """Return the facts of a plan's operations in surgery.json's form: default values are left out.
+    """Return the facts of a plan's operations in surgery.json's form, by operation number as text.
 
-    So each set of facts has only one form.
+    Default values are left out, so that each set of facts has only one form.
     """
     dumped = {number: each.model_dump(mode="json", exclude_defaults=True) for number, each in facts.items()}
     return {str(number): KeptFacts(**data) for number, data in dumped.items()}

@@ -63,7 +63,10 @@ class Lineage:
         return self.surgeries[number:]
 
     def layers(self, number: int) -> dict[int, int]:
-        """Map every layer of state `number` that is still there to its number in the output. Raises BadInput."""
+        """Map every layer of state `number` that is still there to its number in the output.
+
+        Raises BadInput where a manifest contradicts itself.
+        """
         undone = self.since(number)
         count = undone[0].base.layers if undone else len(self.last.layers)
         layers = {layer: layer for layer in range(count)}
@@ -75,7 +78,7 @@ class Lineage:
     def places(self, number: int, names: Iterable[str]) -> dict[str, str]:
         """Map tensors of state `number` to their names in the output, except tensors in several places or in none.
 
-        Raises BadInput.
+        Raises BadInput where a manifest contradicts itself.
         """
         places = {name: name for name in names}
         for nth, manifest in enumerate(self.since(number), number + 1):
@@ -138,10 +141,11 @@ class Lineage:
         return {n: range(then[n].shape[0], out.tensors[t].shape[0]) for n, t in lying.items() if t in grown}
 
     def _file_of(self, number: int) -> str:
+        """Return the name in errors of the manifest of surgery `number`, counted from 1."""
         return self.file if number == self.count else f"{self.file} (surgery {number})"
 
     def _kept(self, number: int) -> dict[str, Pieces]:
-        """Return where the tensors of state `number` are in the output.
+        """Return, by name, where the tensors of state `number` are in the output: as pieces of its tensors.
 
         Raises BadInput where a surgery removed or replaced one.
         """
@@ -279,6 +283,7 @@ def shown_name(name: str, place: str) -> str:
 
 
 def _operation(manifest: Manifest, number: int) -> str:
+    """Return the printable name of operation `number` of a manifest."""
     return printable(manifest.operations[number].op) if 0 <= number < len(manifest.operations) else "unknown operation"
 
 

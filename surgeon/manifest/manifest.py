@@ -53,6 +53,7 @@ class Tool(Entry):
 
 
 def _known_dtype(dtype: str) -> str:
+    """Return the dtype unchanged. Raises ValueError for a dtype that safetensors does not know."""
     if dtype not in DTYPE_BITS:
         raise ValueError(f"unknown dtype {printable(dtype)}")
     return dtype
@@ -125,7 +126,9 @@ class LayerEntry(Entry):
 
 
 def _possible_spans(text: str) -> str:
+    """Return the spans' text unchanged. Raises ValueError where the runs of a span overlap."""
     for span in text.split("; "):
+        # A span of a single run has three numbers: 1, 0, 0 stand for its count and steps.
         _, length, _, count, step, every = (*map(int, span.split()), 1, 0, 0)[:6]
         if count != 1 and not 0 < length <= min(step, every):
             raise ValueError(f"runs over each other: {span}")
@@ -164,18 +167,18 @@ class NewTensor(StoredTensor):
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The base's bytes in it, parsed from `spans`."""
+        """The base's bytes in this tensor, parsed from `spans`."""
         each = ((name, map(int, span.split())) for name, text in self.spans.items() for span in text.split("; "))
         return Pieces.of(self.nbytes, (Span(name, *numbers) for name, numbers in each))
 
     @cached_property
     def kept(self) -> Pieces:
-        """The base's bytes in it that do not train when the new tensors train."""
+        """The base's bytes in this tensor that do not train when the new tensors train."""
         return that_stay(self.pieces, self.holds)
 
     @property
     def is_copy(self) -> bool:
-        """Whether it begins as a copy of one tensor that also stays in its own place."""
+        """Whether this tensor begins as a copy of one tensor that also stays in its own place."""
         return self.holds == "copied"
 
     @property
@@ -432,7 +435,7 @@ class Manifest(Surgery):
         return self.model_dump(exclude_unset=True)
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
+        """Return the content of surgery.json."""
         return (json.dumps(self.data(), indent=1, ensure_ascii=False) + "\n").encode()
 
 
@@ -447,6 +450,7 @@ def seal_of(data: Mapping[str, Any]) -> str:
 
 
 def _sha256(data: Mapping[str, Any]) -> str:
+    """Return the hex sha256 of JSON data with sorted keys."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

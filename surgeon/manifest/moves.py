@@ -71,7 +71,7 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
 
 
 def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FILE) -> dict[str, Pieces]:
-    """Return where the base's tensors of these names are in the output.
+    """Return, by name, where the base's tensors `names` are in the output: as pieces of the output's tensors.
 
     A tensor that another value replaced is nowhere, or not complete. A tensor that keeps its own place is found there;
     else it is a part of other tensors. Tensors of removed layers are left out. Raises BadInput where the manifest does
@@ -91,7 +91,10 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
 
 
 def _at_home(manifest: Surgery, homes: Mapping[str, str]) -> dict[str, str]:
-    """Return the base tensors that stay unchanged under their own names: neither absorbed nor replaced by others."""
+    """Return, by name in the base, the names in the output of the base tensors that keep their own place unchanged.
+
+    These are the tensors of `homes` that are neither absorbed nor replaced by new tensors.
+    """
     taken_in = {
         source
         for name, each in manifest.new_tensors.items()
@@ -138,7 +141,7 @@ def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[in
 def kept_as_they_are(manifest: Manifest) -> dict[str, str]:
     """Map each base tensor that is, whole and in its shape, a tensor of the output to that tensor's name.
 
-    Raises BadInput.
+    Raises BadInput where the manifest contradicts itself.
     """
     found: dict[str, str] = {}
     for name, lying in left_at(manifest, manifest.base.tensors).items():
@@ -153,14 +156,14 @@ def kept_as_they_are(manifest: Manifest) -> dict[str, str]:
 def has_other_names(manifest: Manifest) -> bool:
     """Return whether some base tensors are only under other names, since the output is of another class.
 
-    Raises BadInput.
+    Raises BadInput where the manifest contradicts itself.
     """
     homes = homes_of(manifest, manifest.base.tensors)
     return not recorded_tensors(manifest, file=MANIFEST_FILE).keys() >= {*homes.values()}
 
 
 def made_of_base(manifest: Manifest) -> dict[str, Pieces]:
-    """Return the new tensors that consist only of base bytes in another arrangement, with these bytes.
+    """Return, by name, the base's pieces in each new tensor that consists only of base bytes in another arrangement.
 
     Copies are left out: they begin as a tensor that keeps its own place.
     """

@@ -17,9 +17,9 @@ from surgeon.manifest.manifest import FORMAT, MANIFEST_FILE, EntryT, Manifest, N
 
 
 def parse(data: object, *, file: str) -> Manifest:
-    """Check a manifest that was read as JSON data. Raises BadInput that names the first fault.
+    """Return the checked manifest of JSON data that was read from `file`.
 
-    The seal of every surgery in it must match its content.
+    The seal of every surgery in it must match its content. Raises BadInput that names the first fault.
     """
     manifest = checked(Manifest, data, "manifest", file=file, reads=FORMAT)
     assert isinstance(data, dict)

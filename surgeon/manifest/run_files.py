@@ -32,7 +32,7 @@ def kept_name(name: str) -> str:
 
 
 def kept_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
-    """Return the output's folder restricted to the tensors in `base-tensors/`, by the output's names; None without any.
+    """Return the output's folder with only the tensors in `base-tensors/`, under the output's names; None without any.
 
     Raises BadInput for a file there that is no safetensors file.
     """
@@ -48,7 +48,7 @@ def kept_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
 
 
 def name_of_kept(name: str) -> str | None:
-    """Return the tensor whose earlier value this tensor of `base-tensors/` is; None for another name."""
+    """Return the output tensor whose earlier value has this name in `base-tensors/`; None for other names."""
     return name.removeprefix(_BEFORE) if name.startswith(_BEFORE) else None
 
 
@@ -59,7 +59,10 @@ def with_kept(out: CheckpointFolder, kept: CheckpointFolder) -> CheckpointFolder
 
 
 def adapter_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
-    """Return the output's folder restricted to the adapter's tensors in `adapter/`; None if absent. Raises BadInput."""
+    """Return the output's folder with only the adapter's tensors in `adapter/`; None where there is no adapter.
+
+    Raises BadInput where the adapter's file is damaged.
+    """
     if ADAPTER_WEIGHTS_FILE not in files_beside(out):
         return None
     headers = out.source.headers([ADAPTER_WEIGHTS_FILE])
@@ -68,7 +71,10 @@ def adapter_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
 
 
 def adapter_beside(out: CheckpointFolder) -> AdapterEntry | None:
-    """Return the manifest entry for the adapter in `adapter/` as it is now; None without one. Raises BadInput."""
+    """Return the manifest entry for the adapter in `adapter/` as it is now; None where there is no adapter.
+
+    Reads all bytes of the adapter. Raises BadInput where a file is damaged.
+    """
     found = adapter_tensors(out)
     if found is None:
         return None
@@ -92,7 +98,7 @@ def files_beside(out: CheckpointFolder) -> list[str]:
 
 
 def _in(out: CheckpointFolder, folder: str, ending: str) -> list[str]:
-    """Return the files directly in a folder of the output, without subfolders."""
+    """Return the files directly in a folder of the output whose names end in `ending`, without subfolders, sorted."""
     if f"{folder}/" not in out.source.listing():
         return []
     found = [name for name in out.source.tree() if name.startswith(f"{folder}/") and name.endswith(ending)]

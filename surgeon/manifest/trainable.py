@@ -61,6 +61,7 @@ class Fixed:
 
 
 def _numbers(box: Box) -> int:
+    """Return the count of numbers in a box."""
     return math.prod(end - begin for begin, end in box)
 
 
@@ -158,7 +159,8 @@ class _Added:
     """Tensors that surgeries made, by their current names.
 
     `fixed` gives their boxes that are the base's. `still` are tensors with the base's content among parts that do not
-    train. `fitted`, which are not among `names`, never train by a gradient.
+    train. `fitted`, which are not among `names`, never train by a gradient. `everything`: one of the operations trains
+    all tensors.
     """
 
     names: frozenset[str]
@@ -180,7 +182,10 @@ def _all_added(out: CheckpointFolder, manifest: Manifest | None) -> _Added:
 def _of(
     out: CheckpointFolder, surgeries: Iterable[Manifest], only: Sequence[int] | None, lineage: Lineage | None
 ) -> _Added:
-    """Return the tensors that the surgeries made; for a single surgery (`lineage` None), by the operations `only`."""
+    """Return the tensors that the surgeries made, under their current names.
+
+    For a single surgery (`lineage` None) only the tensors of the operations `only` count; None: of all operations.
+    """
     chosen: dict[str, None] = {}
     operations: list[str] = []
     still: set[str] = set()

@@ -92,7 +92,7 @@ def base_within(
 
 
 def _untied(state: State) -> dict[str, str]:
-    """Return the copies outside layers that surgeries added and the model computes with, and their digests."""
+    """Return, by name, the digests of copies outside layers that surgeries added, such as an untied output head."""
     return {
         name: made.sha256
         for manifest in state.undone

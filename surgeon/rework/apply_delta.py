@@ -67,8 +67,9 @@ class AppliedDelta:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `base`, `tensors`, `whole`, `bytes`, `moved`, `seconds`: the output; its base; tensors of the delta
-                and of the whole; the rest as in `apply`
+            `path`, `base`: the output, and its base
+            `tensors`, `whole`: the number of tensors from the delta, and of all tensors of the output
+            `bytes`, `moved`, `seconds`: as in `apply`
         """
         return plain_fields(self, without=("manifest",))
 
@@ -119,9 +120,10 @@ def apply_delta(
 
 
 def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = True) -> Job:
-    """Return the job that writes the output.
+    """Return the job that writes the output of a delta on `base`.
 
-    Raises BadInput where headers (and `small_files`) show that this is impossible.
+    Raises BadInput where headers show that this is impossible. With `small_files`, the small files that the base
+    provides are read and checked too; without, the job lacks them and serves only as a check.
     """
     manifest = delta.manifest
     if differing := sorted(manifest.base.tensors.keys() ^ base.tensors.keys()):
@@ -209,7 +211,10 @@ def _beside(delta: Delta, file: str, in_base: Mapping[str, Copy], copies: Mappin
 
 
 def _copy_beside(delta: Delta, name: str, in_base: Mapping[str, Copy]) -> Copy:
-    """Return the source of a tensor next to the weights: the delta's tensor, else the base tensor that it refers to."""
+    """Return the source of a tensor next to the weights: the delta's tensor, else the base tensor that it refers to.
+
+    Raises BadInput where neither the delta nor the base has the tensor.
+    """
     if name in delta.tensors:
         return Copy.of(delta.tensors[name])
     place = name_of_kept(name)
@@ -219,7 +224,10 @@ def _copy_beside(delta: Delta, name: str, in_base: Mapping[str, Copy]) -> Copy:
 
 
 def _outputs(delta: Delta, file: str, copies: Mapping[str, Copy]) -> tuple[Output, ...]:
-    """Return the tensors of one shard of the output, in the order of their bytes."""
+    """Return the tensors of one shard of the output, in the order of their bytes.
+
+    Raises BadInput for a shard without tensors, and for a tensor that neither the base nor the delta has.
+    """
     names = delta.index.shards[file]
     if not names:
         raise delta.edited(f"`shards` has {printable(file)} without a tensor")

@@ -113,12 +113,12 @@ class Delta:
 
     @property
     def shown(self) -> str:
-        """The name of its index in error messages."""
+        """The path of the delta's index in error messages."""
         return printable(str(self.path / DELTA_FILE))
 
     @property
     def told_beside(self) -> dict[str, str]:
-        """The manifest's digests of the restored tensors next to the weights, by their names there."""
+        """The digests in the manifest of the restored tensors next to the weights, by the tensors' names there."""
         named = {name for names in self.index.beside.values() for name in names}
         adapter = self.manifest.adapter
         told = {} if adapter is None else {name: tensor.sha256 for name, tensor in adapter.tensors.items()}
@@ -126,12 +126,12 @@ class Delta:
         return {name: digest for name, digest in told.items() if name in named}
 
     def edited(self, what: str) -> BadInput:
-        """Return the error for an index that contradicts itself."""
+        """Return the error for an index that contradicts itself in the way that `what` describes."""
         return _edited(self.shown, what)
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> Delta:
-        """Open a local folder. Raises BadInput, in one line, for the first thing that is wrong."""
+        """Open a local folder. Raises BadInput, in one line, for the first file that is missing, edited or damaged."""
         source = LocalSource(path)
         listing = source.listing()
         if DELTA_FILE not in listing:
@@ -181,6 +181,7 @@ class Delta:
 
 
 def _check_name(name: str, shown: str) -> None:
+    """Raise BadInput for a name in the index that no small file of an output has."""
     own = (CONFIG_FILE, MANIFEST_FILE, CARD_FILE, RECORD_FILE, ADAPTER_CONFIG_FILE)
     if name in own or is_side_file(name) or CODE_NAME.fullmatch(name):
         return
@@ -199,6 +200,7 @@ def _most(name: str) -> int:
 
 
 def _edited(shown: str, what: str) -> BadInput:
+    """Return the error for an index, called `shown`, that contradicts itself."""
     return BadInput(f"{shown}: {what}; was it edited by hand?")
 
 
@@ -227,10 +229,13 @@ class MadeDelta:
         """Return plain data for `--json`.
 
         Keys:
-            `out`, `path`, `base`, `revision`: the output; its delta; the base that it needs
-            `tensors`, `whole`, `bytes`, `whole_bytes`: in the delta, and in the whole output
-            `from_base`, `beside`, `seconds`: side files that come from the base; folders next to the weights that the
-                delta includes (`base-tensors`, `adapter`); seconds by stage
+            `out`, `path`: the output, and its delta
+            `base`, `revision`: the base that the delta needs, and its commit
+            `tensors`, `bytes`: in the delta
+            `whole`, `whole_bytes`: tensors and bytes of the whole output
+            `from_base`: side files that come from the base
+            `beside`: folders next to the weights that the delta includes (`base-tensors`, `adapter`)
+            `seconds`: seconds by stage
         """
         return plain_fields(self)
 
@@ -248,7 +253,8 @@ def make_delta(
     These are every tensor that is not byte for byte the base's, config.json, manifest, code and cards, and for a
     training run its adapter and the earlier values that it kept. The tokenizer and other side files are left out, as
     the base provides them. With `base` (a folder), side files that are missing or different there are included. `dest`
-    is absent or complete at any moment. Raises BadInput.
+    is absent or complete at any moment. Raises BadInput where `out` is no output of surgeon, its files contradict the
+    manifest, or `dest` cannot be written.
     """
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
@@ -268,7 +274,10 @@ def make_delta_of(
     repo_id: str | None = None,
     verified: Sequence[str] = (),
 ) -> MadeDelta:
-    """Do the work of `make_delta` for an opened checkpoint; `repo_id` and `verified` are for the card of a push."""
+    """Do the work of `make_delta` for an opened checkpoint.
+
+    `metadata` is what the delta's card keeps of the base's card; `repo_id` and `verified` are for the card of a push.
+    """
     manifest = manifest_of(folder)
     check_destination(target, folder.path)
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
@@ -351,6 +360,7 @@ def _index(
     digests: Mapping[str, str],
     beside: Beside,
 ) -> DeltaIndex:
+    """Return the sealed index of a delta. Raises BadInput where the output has a shard with an unusual name."""
     try:
         index = DeltaIndex(
             surgeon_delta=1,

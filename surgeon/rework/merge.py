@@ -57,10 +57,12 @@ def merge(
 
     The method is Control LLM's Lerp8MSE0*M (Table 5): weights are interpolated by `alpha` (None: the α used at
     inference). This does not preserve the function, so both models are run on real tokens, as in `verify`. With `link`,
-    unchanged shards are hard-linked and become read-only (`apply`). With `merged`, `out` is a base and `dest` a PEFT
-    adapter (a folder, or a Hub id), and `merged` is the new folder. Raises BadInput.
+    unchanged shards are hard-linked and become read-only (`apply`). With `merged`, this merges an adapter instead, and
+    measures nothing: `out` is a base, `dest` a PEFT adapter (a folder, or a Hub id), and `merged` is the new folder.
+    Raises BadInput where an option does not fit the kind of merge, and as `apply` and `verify` do.
     """
     adapter = (Path(dest) / ADAPTER_CONFIG).is_file()
+    # Without `merged` DEST may be no adapter; with it, options of merging branches are refused.
     if adapter if merged is None else alpha is not None or text is not None:
         raise BadInput(
             f"{printable(str(dest))}: to merge an adapter name the new folder behind it, and no --alpha, --text"

@@ -37,7 +37,9 @@ class Refreshed:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `before`, `now`, `checks`: OUT; sha256 of its code before and now; the checks of the rest
+            `path`: OUT
+            `before`, `now`: sha256 of its code before and now
+            `checks`: the checks of the rest
         """
         return plain_fields(self)
 

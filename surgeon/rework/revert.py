@@ -68,12 +68,18 @@ class Reverted:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `to`, `surgeries`, `base`, `undone`: the new folder; surgeries that are left, of how many; the
-                restored state's name; the operations of each surgery that was undone
-            `tensors`, `dropped`, `bytes`, `moved`, `left_behind`, `seconds`: what was written and what was not; `moved`
-                as in `apply`
-            `digest`, `checked_against`: the state's digest; what it was compared with: `base`, `base_digest`, both, or
-                nothing (then it is only OUT's own statement)
+            `path`: the new folder
+            `to`, `surgeries`: the number of surgeries that are left, and that OUT had
+            `base`: the restored state's name
+            `undone`: the operations of each surgery that was undone
+            `tensors`, `bytes`, `seconds`: what was written
+            `dropped`: the number of OUT's tensors that the state lacks
+            `left_behind`: files that were not written
+            `moved`: as in `apply`
+            `digest`: the state's digest
+            `checked_against`: what the state was compared with: `base`, `base_digest`, both, or nothing (then the
+                state is
+                only OUT's own statement)
         """
         return plain_fields(self, without=("manifest",))
 
@@ -194,7 +200,10 @@ def _lost_files(job: Job, state: State, out: CheckpointFolder, listener: Listene
 
 
 def state_difference(state: State, base: CheckpointFolder, listener: Listener) -> str | None:
-    """Return the first tensor or file of a state that the folder `base` lacks or has changed; None if all are equal."""
+    """Return the first tensor or file of a state that the folder `base` lacks or has changed; None if all are equal.
+
+    All tensors of `base` are read where config, lineage and names are equal. Raises BadInput where one cannot be read.
+    """
     then = state.base
     if not same_json(then.config, base.config):
         return CONFIG_FILE
@@ -271,10 +280,12 @@ def _grown_files(out: CheckpointFolder, state: State) -> dict[str, bytes]:
 
 
 def _holds(out: CheckpointFolder, name: str, digest: str) -> bool:
+    """Return whether the output has the side file `name` with this digest."""
     return name in out.side_files and hashlib.sha256(out.read_side_file(name)).hexdigest() == digest
 
 
 def _compared(reverted: Reverted) -> str:
+    """Return the end of a sentence on what the restored state was compared with; "" for nothing."""
     names = {"base": "the base", "base_digest": "the digest given"}
     return "".join(f", as does {names[each]}" for each in reverted.checked_against)
 

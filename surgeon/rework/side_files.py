@@ -91,12 +91,14 @@ class Beside:
 
 
 def _check(found: Mapping[str, str], told: Mapping[str, str], out: CheckpointFolder, folder: str) -> None:
+    """Raise BadInput where the digests of the files in `folder` differ from the manifest's digests."""
     for name in sorted({**found, **told}):
         if found.get(name) != told.get(name):
             raise _another(out, name, folder)
 
 
 def _another(out: CheckpointFolder, name: str, folder: str) -> BadInput:
+    """Return the error for a file or tensor in `folder` that differs from the manifest."""
     return BadInput(
         f"{printable(str(out.path / folder))}: {printable(name)} is not what {MANIFEST_FILE} says, so it was changed"
         f" since; remove {folder}/ to make the delta without it, or train again"

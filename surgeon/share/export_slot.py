@@ -62,8 +62,11 @@ class Exported:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `slot`, `base`, `revision`, `layers`, `modules`, `bytes`, `config`, `notes`: the adapter and the
-                base it fits; `config` is adapter_config.json
+            `path`, `slot`: the adapter, and the slot's number
+            `base`, `revision`: the base it fits, and its commit
+            `layers`, `modules`, `bytes`: the base's adapted layers; the number of modules; the bytes written
+            `config`: adapter_config.json
+            `notes`: parts of the output's function that the adapter lacks
         """
         return plain_fields(self)
 
@@ -184,9 +187,10 @@ def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:
 
 
 def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int) -> list[Piece]:
-    """Return the slot's LoRAs in deep layers and the shared LoRAs below.
+    """Return the slot's LoRAs in deep layers and the shared LoRAs below, sorted by layer and module.
 
-    Raises BadInput for a slot that does not exist.
+    Raises BadInput for a slot that does not exist or has no LoRA, and for LoRAs in layers or branches that the base
+    lacks.
     """
     shown = printable(str(out.path))
     grafts = grafts_of(out.config)
@@ -220,7 +224,10 @@ def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int
 
 
 def _is_alone(anatomy: Anatomy, target: str) -> bool:
-    """Return whether no other module of the model has the same last name as this module of its layers."""
+    """Return whether, in every layer, `target` is the only linear module whose path ends in its last name.
+
+    False where the model has further parts, such as an image tower, whose modules could have this name too.
+    """
     if anatomy.derivation.path or anatomy.beyond:
         return False
     last = target.rpartition(".")[2]
@@ -283,10 +290,15 @@ def exporting_job(out: CheckpointFolder, anatomy: Anatomy, pieces: Sequence[Piec
 
 
 def _kinds(config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the kinds of all grafts in a config."""
     return frozenset(str(graft.kind) for here in grafts_of(config).values() for graft in here)
 
 
 def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], target: str) -> Piece:
+    """Return the LoRA of one module; `index` is its layer in the output, `layer` its layer in the base.
+
+    Raises BadInput where a matrix is missing or has another shape than config.json requires.
+    """
     rank = entry.get("ranks", {}).get(target, entry["rank"])
     scale = entry.get("scales", {}).get(target, entry.get("scale", 1.0))
     rows, columns = anatomy.linear(index)[target]
@@ -304,7 +316,10 @@ def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], t
 
 
 def _pattern(values: Mapping[Piece, float], usual: float, paths: Mapping[Piece, str]) -> dict[str, float]:
-    """Return the values that differ from `usual`: by the module's last name where all layers agree, else by path."""
+    """Return the values that differ from `usual`, by module, as PEFT's rank and alpha patterns need them.
+
+    A module is named by its last name where its value is the same in all layers, else by its path.
+    """
     by_target: dict[str, set[float]] = {}
     for piece, value in values.items():
         by_target.setdefault(piece.target, set()).add(value)

@@ -54,7 +54,7 @@ class Parcel:
 
 
 def pack(folder: CheckpointFolder, held: HeldFolder, text: bytes) -> Parcel:
-    """Return an output's files by the allow-list, all held open, and the card `text`."""
+    """Return the files of an output for a push: all files that `held` keeps open, with `text` as the card."""
     files = _contents(held, folder.shards) | {CARD_FILE: text}
     sizes = {**held.sizes, CARD_FILE: len(text)}
     left = {name for name in folder.source.listing() if name not in files and not name.endswith("/")}
@@ -62,7 +62,7 @@ def pack(folder: CheckpointFolder, held: HeldFolder, text: bytes) -> Parcel:
 
 
 def pack_delta(held: HeldFolder) -> Parcel:
-    """Return a delta's files, all of which surgeon has just written."""
+    """Open all files of a delta, which surgeon has just written, in `held`; return them for a push."""
     for path in sorted(held.path.rglob("*")):
         if not path.is_dir() or path.is_symlink():
             held.hold(path.relative_to(held.path).as_posix())

@@ -84,14 +84,20 @@ class Pushed:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `repo_id`, `revision`, `url`, `pull_request`: the output; the repository; the branch (null: main);
-                its address; the pull request's address (null: none)
-            `dry_run`, `delta`: true if nothing was sent; true if only the part that the base lacks was sent
+            `path`, `repo_id`: the output, and the repository
+            `revision`: the branch (null: main)
+            `url`, `pull_request`: the addresses of the commit and of the pull request (null: none)
+            `dry_run`: true if nothing was sent
+            `delta`: true if only the part that the base lacks was sent
             `files`: each with `name`, `bytes`, `state`: `new`, `changed`, or `there` (not sent again)
-            `stale`, `left_behind`: files removed from the repository; files of the folder that were not sent
-            `checks`, `verification`, `no_base`: checks by the output's own manifest, each with `name`, `holds`,
-                `detail`, `note`; or the keys of `verify` against its base (null: not found; `no_base` is the reason)
-            `license`, `commit`: the card's; the hash to pin (null: a dry run)
+            `stale`: files removed from the repository
+            `left_behind`: files of the folder that were not sent
+            `checks`: checks by the output's own manifest, or against its base, each with `name`, `holds`, `detail`,
+                `note`
+            `verification`: the keys of `verify` against its base (null: the base was not found)
+            `no_base`: why the base was not found (null: it was found)
+            `license`: the card's licence
+            `commit`: the hash to pin (null: a dry run)
         """
         return plain_fields(self)
 
@@ -162,7 +168,11 @@ class _Request:
     trust_remote_code: bool
 
     def carried_out(self, listener: Listener) -> Pushed:
-        """Check, compare and send; every file stays open from the first step to the last."""
+        """Check, compare and send; return what was done. Every file stays open from the first step to the last.
+
+        With `dry_run` nothing is sent. Raises BadInput where a check fails without `force`, and for every error of the
+        Hub.
+        """
         if not self.dry_run:
             check_token(self.to)
         with contextlib.ExitStack() as stack:
@@ -244,7 +254,10 @@ class _Request:
     def _delta(
         self, folder: CheckpointFolder, held: HeldFolder, given: Given, listener: Listener, stack: contextlib.ExitStack
     ) -> tuple[HeldFolder, str | None]:
-        """Write the delta next to the output, removed when `stack` ends; return its open folder and its licence."""
+        """Write the delta into a folder next to the output, which is removed when `stack` ends.
+
+        Return (held, license): the delta's folder, held open, and the licence in its card (None: unknown).
+        """
         room = stack.enter_context(_room_beside(self.out))
         base = None
         if self.base is not None:
@@ -281,7 +294,10 @@ def hold_output(held: HeldFolder, *, trust_remote_code: bool, beside: bool = Fal
 def find_base(
     manifest: Manifest, base: str | Path | None, listener: Listener, *, download: bool
 ) -> tuple[Path | None, str | None]:
-    """Return the base to check against, or None and the reason: the given base, else the manifest's if available."""
+    """Return (folder, None) for the base to check against, or (None, reason) where it is not available.
+
+    The base is the given one, else the manifest's at its commit, from the cache or, with `download`, the Hub.
+    """
     if base is not None:
         return Path(base), None
     named, revision = manifest.base.id, manifest.base.revision
@@ -306,7 +322,7 @@ class _Checked:
     no_base: str | None
 
     def check_kept(self, folder: CheckpointFolder) -> None:
-        """Raise BadInput where a promise of the output does not hold."""
+        """Raise BadInput, which names the first broken promise, where a promise of the output does not hold."""
         broken = next((f"{check.name}: {check.detail}" for check in self.checks if not check.holds), None)
         if broken is None and self.verification is not None and not self.verification.holds:
             broken = "its logits differ"
@@ -332,6 +348,7 @@ class _Checked:
 
 
 def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> tuple[Check, ...]:
+    """Check the output against its own manifest, all tensors read once; return the checks."""
     listener.begin("checking", sum(info.nbytes for info in folder.tensors.values()))
     anatomy = dissect_folder(folder)
     return (check_beside(folder), *check_own_manifest(manifest, folder, anatomy, advance=listener.advance))

@@ -58,15 +58,17 @@ def compare_with_peft(
     *,
     device: str,
 ) -> tuple[Check, LogitComparison]:
-    """Check that the output computes what base plus adapters compute in float32; return the check and the comparison.
+    """Check that the output computes what base plus adapters compute in float32; return (check, comparison).
 
-    Weights are used as stored, so the difference is the loss by their rounding. It is measured relative to the base's
-    own distance from base plus adapters.
+    Weights are used as stored, so the difference is the loss by their rounding. The check holds where the values differ
+    by rounding only, or the KL divergence is at most `MAY_LOSE` of the base's own KL divergence from base plus
+    adapters.
     """
     from surgeon.models.compare import compare_models
     from surgeon.models.load import load_model
 
     def loaded(folder: CheckpointFolder) -> Any:
+        """Load a model in float32, with as many embedding rows as the output has."""
         model = load_model(folder, dtype="float32", device=device)
         # An adapter may have its own embedding rows, for which PEFT needs room.
         model.resize_token_embeddings(vocabulary_of(out.config), mean_resizing=False)

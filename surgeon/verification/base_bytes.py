@@ -55,7 +55,7 @@ def check_base_bytes(
 
 
 def _expected(blueprint: Blueprint, manifest: Manifest) -> dict[str, Pieces]:
-    """Return, for each output that keeps bytes of the base, the bytes that it must still have."""
+    """Return, by output tensor, the base's bytes that it must still have; tensors without such bytes are left out."""
     trains_all = any(record.trains == "all" for record in blueprint.operations)
     free = manifest.trained.keys() if trains_all else manifest.changed_of_base.keys()
     expected = {

@@ -174,7 +174,7 @@ class Beside:
 
     @property
     def names(self) -> set[str]:
-        """The names of all these files."""
+        """The names of all files that must be next to the weights."""
         return {CONFIG_FILE, *self.code, *self.known, *self.grown}
 
 
@@ -220,6 +220,7 @@ def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str
     there = [name for name in names if name in listing]
 
     def content(name: str) -> bytes:
+        """Return a file's content, as the folder provides it."""
         if name in out.side_files:
             return out.read_side_file(name)
         return out.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)

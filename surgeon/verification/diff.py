@@ -65,8 +65,10 @@ class Difference:
         """Return plain data for `--json`.
 
         Keys:
-            `identical`, `a`, `b`, `not_read`: the verdict (exit 1 where it is false); the folders; the one taken from a
-                manifest instead of its bytes
+            `identical`: the verdict (exit 1 where it is false)
+            `a`, `b`: the folders
+            `not_read`: the folder whose content was taken from the other's manifest instead of its bytes; null:
+                both were read
             `added`, `removed`, `same`: names of tensors
             `changed`, `moved`, `extended`: names of tensors in `a` and in `b`
             `config`: for each key of config.json that differs, `a` and `b`
@@ -84,7 +86,8 @@ def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listene
     """Compare the checkpoints `a` and `b` tensor by tensor: added, removed, changed, moved, the same.
 
     Where the manifest of one names the other as its base, the base is not read: names, config.json and lineage must
-    match, and its digests are trusted. `exact` reads both. No code of either is run. Raises BadInput.
+    match, and the digests in the manifest are trusted. `exact` reads both. No code of either is run. Raises BadInput
+    where one cannot be opened or read.
     """
     listener = listener or Quiet()
     # Trust is harmless here, because code next to the weights is neither run nor copied.
@@ -93,7 +96,10 @@ def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listene
 
 
 def compare(a: CheckpointFolder, b: CheckpointFolder, *, exact: bool, listener: Listener) -> Difference:
-    """Return the difference from `a` to `b`. With `exact` both are read, even with a manifest. Raises BadInput."""
+    """Return the difference from `a` to `b`; with `exact` both are read, even where a manifest describes one of them.
+
+    Raises BadInput where a shard or a manifest is damaged.
+    """
     layers: dict[int, int] | None = None
     described: tuple[CheckpointFolder, Manifest] | None = None
     if (manifest := _manifest_on(a, b)) is not None:
@@ -147,6 +153,11 @@ def _sorted_out(
     layers: Mapping[int, int],
     not_read: Path | None,
 ) -> Difference:
+    """Sort the tensors of both checkpoints into the kinds of a Difference.
+
+    `before` and `after` are the values of the tensors of `a` and `b` by name, `layers` maps layers of `a` to layers of
+    `b`.
+    """
     removed: list[str] = []
     kinds: dict[str, dict[str, str]] = {"same": {}, "moved": {}, "changed": {}, "extended": {}}
     for name, value in before.items():
@@ -186,6 +197,7 @@ def _begins(b: CheckpointFolder, name: str, value: _Value) -> bool:
 
 
 def _sizes(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+    """Return the size in bytes of every tensor by name."""
     return {name: info.nbytes for name, info in tensors.items()}
 
 
@@ -201,7 +213,8 @@ def _config(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, 
 def _matched(a: Mapping[str, _Value], b: Mapping[str, _Value]) -> dict[int, int]:
     """Match the layers of `a` to layers of `b`, in order, so that they share as many tensors as possible.
 
-    A layer without such a match is matched to the layer with the same number, where that is free.
+    A layer without such a match is matched to the layer with the same number, where that is free. Returns a map from
+    numbers in `a` to numbers in `b`.
     """
     here, there = _by_layer(a), _by_layer(b)
     numbers, others = sorted(here), sorted(there)
@@ -230,6 +243,7 @@ def _matched(a: Mapping[str, _Value], b: Mapping[str, _Value]) -> dict[int, int]
 
 
 def _by_layer(values: Mapping[str, _Value]) -> dict[int, set[tuple[str, _Value]]]:
+    """Return, by layer number, the set of (name within the layer, value) of the layer's tensors."""
     layers: dict[int, set[tuple[str, _Value]]] = {}
     for name, value in values.items():
         place = layer_of(name)
@@ -291,4 +305,5 @@ def _where(names: Mapping[str, str]) -> Text:
 
 
 def _value(value: Any) -> str:
+    """Return a config value as text for the table."""
     return printable(json.dumps(value, ensure_ascii=False), 60)

@@ -110,7 +110,9 @@ def check_earlier(
 def _changed_since(
     state: State, manifest: Manifest, base: Base, out: CheckpointFolder, digests: Mapping[str, str]
 ) -> tuple[list[str], int]:
-    """Return the output's tensors that differ from the base's although nothing trained them, and how many were trained.
+    """Return (changed, trained): tensors that differ from the base though nothing trained them, and a count.
+
+    `trained` is the number of the base's tensors that differ because training changed them.
 
     Args:
         state: The earlier state, which locates its tensors in the output.

@@ -46,6 +46,7 @@ def _own_files(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
 
 
 def _own_layers(manifest: Manifest, anatomy: Anatomy) -> Check:
+    """Check that the output has as many layers as the manifest names."""
     found, named = anatomy.sizes.layers, len(manifest.layers)
     if found != named:
         return Check("layers", False, f"{found} of them, {MANIFEST_FILE} names {named}")
@@ -53,6 +54,11 @@ def _own_layers(manifest: Manifest, anatomy: Anatomy) -> Check:
 
 
 def _own_tensors(manifest: Manifest, places: dict[str, str], out: CheckpointFolder) -> Check:
+    """Check that the output has exactly the tensors that the manifest names.
+
+    `places` are the names of kept base tensors, by their names in the base. Where the promise is not exact, these may
+    be missing.
+    """
     expected = {*manifest.new_tensors, *places.values()}
     missing = expected - out.tensors.keys()
     # Where a merge removed tensors, the promise is not exact: nothing else removes a base tensor.
@@ -80,6 +86,7 @@ def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
 def _own_base_tensors(
     manifest: Manifest, places: dict[str, str], out: CheckpointFolder, digests: dict[str, str]
 ) -> Check:
+    """Check that kept base tensors have the base's digests, except tensors that training may change."""
     there = {name: place for name, place in places.items() if place in digests}
     now = {place: StoredTensor.of(out.tensors[place], digests[place]) for place in there.values()}
     changed = [place for name, place in there.items() if now[place] != manifest.base.tensors[name]]
@@ -95,6 +102,7 @@ def _own_base_tensors(
 
 
 def _own_new_tensors(manifest: Manifest, digests: dict[str, str]) -> Check:
+    """Check that new tensors have their digests at birth, except new tensors that training may change."""
     changed = [name for name, tensor in manifest.new_tensors.items() if digests[name] != tensor.sha256]
     fixed = [name for name in changed if manifest.new_tensors[name].stays]
     if fixed and not any(entry.trains == "all" for entry in manifest.operations):

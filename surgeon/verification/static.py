@@ -94,7 +94,12 @@ def check_static(
     facts: bool,
     advance: Callable[[int], None],
 ) -> list[Check]:
-    """Run every check that needs only bytes. `advance` receives the count of bytes read (base and output together)."""
+    """Run every check that needs only bytes; return the checks in the order of a report.
+
+    Where config, tensors' shapes or code differ from the plan, no tensor is read and most other checks are left out.
+    With `facts`, the operations' own checks of their facts run too. `advance` receives the count of bytes read (base
+    and output together).
+    """
     blueprint = drawn.blueprint
     described = [check_config(blueprint, out), _tensors(blueprint, out), *_code(blueprint, manifest, out)]
     if not all(check.holds for check in described):
@@ -152,6 +157,7 @@ def check_config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
 
 
 def _tensors(blueprint: Blueprint, out: CheckpointFolder) -> Check:
+    """Check that the output has exactly the planned tensors, with their shapes and dtypes."""
     expected = {output.name: (output.recipe.dtype, output.recipe.shape) for output in blueprint.outputs}
     found = {name: (info.dtype, info.shape) for name, info in out.tensors.items()}
     if missing := [name for name in expected if name not in found]:
@@ -231,6 +237,7 @@ def check_beside_training(manifest: Manifest, out: CheckpointFolder) -> list[Che
 
 
 def _adapter(entry: AdapterEntry, out: CheckpointFolder) -> Check:
+    """Check that the adapter in `adapter/` equals the manifest's entry; only a note where the folder is missing."""
     found = adapter_beside(out)
     if found is None:
         return Check("adapter", True, f"{ADAPTER_FOLDER}/ is not here; it is merged into the weights", note=True)
@@ -325,6 +332,7 @@ def _constants(blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolde
 
 
 def _as_born(blueprint: Blueprint, manifest: Manifest, out: Mapping[str, str]) -> Check:
+    """Check that computed new tensors that were not trained have the manifest's digests."""
     trained = manifest.trained
     computed = [o.name for o in blueprint.outputs if o.new and o.computed and o.name not in trained]
     unknown = [name for name in computed if name not in manifest.new_tensors]

@@ -62,7 +62,7 @@ class Verification:
 
     @property
     def bounded(self) -> bool | None:
-        """Whether new tokens raise no old token's loss by more than promised, anywhere; None without new tokens."""
+        """Whether new tokens raise the loss on old tokens by no more than promised; None without new tokens."""
         return all(each.kept for each in self.grown.values()) if self.grown else None
 
     @property
@@ -87,9 +87,10 @@ class Verification:
         """Return plain data for `--json`.
 
         Keys:
-            `holds`, `promise`: the verdict (exit 3 where it is false); the manifest's promise
-            `trained`, `gated`: true if the output was trained since; true if a domain gate decides which tokens have
-                the base's logits
+            `holds`: the verdict (exit 3 where it is false)
+            `promise`: the manifest's promise
+            `trained`: true if the output was trained since
+            `gated`: true if a domain gate decides which tokens have the base's logits
             `checks`: each with `name`, `holds`, `detail`, `note`
             `comparisons`: each with `mode` (`prefill`, `cached decode`; with images also `prefill, image` and `cached
                 decode, image`), `dtype`, `tokens`, `identical`, `max_abs_difference`; decoders also `kl`,
@@ -97,8 +98,8 @@ class Verification:
                 `same_before_tail` (true if all logits but the base's last V mod 4 tokens' are identical), `apart`
                 (base's and output's loss at the other positions, or null), `grown` (new tokens' `added`, `rise`,
                 `bound`, `kept`, or null)
-            `identical`, `first_difference`: over all comparisons (null: none was made); with `--streamed`, where they
-                begin to differ
+            `identical`: true if all comparisons are identical (null: none was made)
+            `first_difference`: with `--streamed`, where hidden states begin to differ
             `tail_alone`: true if only the logits of the base's last V mod 4 tokens are promised to rounding, and all
                 others exactly
             `tokens`: the source of the tokens
@@ -129,7 +130,7 @@ def verification_view(verification: Verification) -> RenderableType:
 
 
 def verdict(verification: Verification) -> Text:
-    """Return one line: exact, not preserving as promised, or broken."""
+    """Return the verdict in one line: a broken promise, trained since, not preserving as promised, or exact."""
     if not verification.holds:
         return Text("a promise does not hold", style="bold red")
     if verification.trained:
@@ -156,6 +157,7 @@ def verdict(verification: Verification) -> Text:
 
 
 def _comparisons(verification: Verification) -> FittedTable:
+    """Return a table with a row for each comparison of logits."""
     table = FittedTable("mode", "dtype", names=2)
     for measured in ("tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss"):
         table.add_column(measured)

@@ -139,7 +139,7 @@ class _Pair:
 
     @classmethod
     def open(cls, base: str | Path, out: str | Path, *, trust_remote_code: bool) -> _Pair:
-        """Open both. Raises BadInput where they are the same folder, or one cannot be read."""
+        """Open the base and the output. Raises BadInput where they are the same folder, or one cannot be read."""
         base_folder, out_folder = (_opened(name, trust_remote_code) for name in (base, out))
         if base_folder.path.samefile(out_folder.path):
             raise BadInput(
@@ -169,7 +169,10 @@ class _Pair:
 
 
 def _opened(name: str | Path, trust_remote_code: bool) -> CheckpointFolder:
-    """Open a folder, or a checkpoint on the Hub, which is downloaded where necessary."""
+    """Open a folder, or a checkpoint on the Hub, which is downloaded where necessary.
+
+    Raises BadInput where it is not found or cannot be read.
+    """
     located = locate(str(name), revision=None, code=trust_remote_code)
     return CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
 
@@ -266,6 +269,7 @@ class _Comparer:
 
 
 def _is_gated(out: CheckpointFolder) -> bool:
+    """Return whether the output's config has a domain gate."""
     surgery = out.config.get("surgery")
     return isinstance(surgery, Mapping) and bool(surgery.get("domain_gate"))
 
@@ -318,6 +322,7 @@ class _Image:
             return []
 
     def _note(self, why_not: str) -> None:
+        """Append a note on why nothing was compared on a prompt with an image."""
         self.notes.append(Check("images", True, f"not compared on a prompt with an image: {why_not}", note=True))
 
 
@@ -325,6 +330,7 @@ def _by_layers(listener: Listener) -> Callable[[int, int], None]:
     """Return a callback that shows the layers run, over both models and all forward passes, as a listener's stage."""
 
     def show(done: int, total: int) -> None:
+        """Begin the stage at the first layer, and count one more layer as done."""
         if done == 1:
             listener.begin("comparing, layer by layer", total, "layers")
         listener.advance(1)
