@@ -15,22 +15,15 @@ import sys
 if sys.argv[:1] == ["-m"] and sys.path[:1] in ([""], [os.getcwd()]):  # noqa: PTH109
     del sys.path[0]
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from surgeon._version import __version__ as __version__
 
-# What `import surgeon` offers, and the module that defines it, as the stub beside this file imports it for type
-# checkers; loaded at first use, so that `surgeon --help` does not wait for pydantic.
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_HOMES = {
-    alias.name: str(node.module).partition(".")[2]
-    for node in _STUB.body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-}
+# What `import surgeon` offers, and the module that defines it: the lines `from MODULE import NAME as NAME` of the stub
+# that type checkers read. Modules load at first use, so that `surgeon --help` does not wait for pydantic.
+with open(f"{os.path.splitext(__file__)[0]}.pyi", encoding="utf-8") as _stub:  # noqa: PTH122, PTH123
+    _HOMES = {line.split()[3]: line.split()[1].partition(".")[2] for line in _stub if line.startswith("from ")}
 
 __all__ = sorted(_HOMES)
 
