@@ -175,5 +175,6 @@ class UpcycledLayer(nn.Module):
 
 
 def _run(hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: nn.Module) -> Tensor:
+    """Run another layer on the arguments of this one."""
     output: Tensor = layer(hidden_states, *args, **kwargs)
     return output
