@@ -174,7 +174,7 @@ def skips(config: Mapping[str, Any], skeleton: Skeleton) -> list[tuple[str, ...]
 
 
 def _listed(settings: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the config field that lists the modules excluded from quantisation, and this list."""
+    """Return (the config field that lists modules excluded from quantisation, this list). Raises BadInput."""
     key = next((key for key in _SKIPPED if settings.get(key) is not None), _SKIPPED[0])
     found = settings.get(key) or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):

@@ -100,7 +100,10 @@ def _refused(reason: str) -> Silence:
 
 
 def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
-    """Return the arguments that each layer gets when the model reads a text; layers that do not run are left out."""
+    """Return the arguments that each layer gets when the model reads a text; layers that do not run are left out.
+
+    Raises BadInput where the model computes NaN.
+    """
     import torch
 
     runs: dict[int, Run] = {}
@@ -264,7 +267,7 @@ def _order(run: Run) -> list[str]:
 
 
 def _nulls(layer: nn.Module, kept: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the value of every parameter that makes it add nothing, and for norm scales the one that scales by one."""
+    """Return ({parameter: value with which it adds nothing}, {norm scale: value with which it scales by one})."""
     nulls = dict.fromkeys(kept, 0.0)
     identities: dict[str, float] = {}
     for prefix, module in layer.named_modules():

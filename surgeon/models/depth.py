@@ -40,8 +40,9 @@ _MOST_LOGITS = 2**26
 class Choice:
     """The layers to take out, and the loss without them.
 
-    `merged` maps each layer that absorbs others to {layer: factor}. `scores` are the measure by which layers were
-    chosen, one number per layer (empty where no measure chose them). `loss` is in nats per token.
+    `merged` maps each layer that absorbs others to {layer: factor}. `scores` are the numbers by which layers were
+    chosen: per layer, per first layer of a run (`angular`) or per accepted merge (`laco`); empty for listed layers.
+    `loss` is in nats per token.
     """
 
     layers: tuple[int, ...]
@@ -310,7 +311,7 @@ class Depth:
 
     def _hook(self, number: int, layer: nn.Module) -> None:
         """Replace a layer's forward: record states, and pass the input on or use merged weights, as
-        `self._stack` says.
+        `self._stack` defines.
         """
         native, outputs = layer.forward, 0
 

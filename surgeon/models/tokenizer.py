@@ -71,12 +71,12 @@ class Tokenizer:
         return found
 
     def offsets(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text, and the characters that each covers. Only where `is_fast`."""
+        """Return (tokens of a text, (begin, end) of the characters that each covers). Only where `is_fast`."""
         ids, places = self._ask("offsets", text, special)
         return ids, [(begin, end) for begin, end in places]
 
     def example(self, text: str, pair: str | None, most: int) -> tuple[list[int], list[int]]:
-        """Return the tokens of a text or of a pair, and to which text each token belongs (0 or 1).
+        """Return (tokens of a text or of a pair, the number of the text to which each token belongs: 0 or 1).
 
         The tokenizer joins a pair and adds its special tokens. There are at most `most` tokens; the longer text is
         truncated first.
