@@ -41,6 +41,7 @@ _ENCODER_STEM = (
 
 @cache
 def _layer_name() -> re.Pattern[str]:
+    """Return the pattern of a layer tensor's name: `stem` before the number, `index`, and `suffix` after it."""
     return re.compile(
         rf"(?P<stem>{_TEXT_STEM}|{_ENCODER_STEM})"
         r"(?P<index>0|[1-9][0-9]{0,8})\.(?P<suffix>.+)",

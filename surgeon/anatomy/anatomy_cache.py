@@ -56,7 +56,7 @@ class _Entry(BaseModel):
 
 
 def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> Anatomy:
-    """Return the same as `dissect`, from the cache if possible; `keep` then stores what was found.
+    """Return a checkpoint's anatomy from the cache, or else from `dissect`; `keep` stores a new one afterwards.
 
     Raises BadInput as `dissect` does.
     """

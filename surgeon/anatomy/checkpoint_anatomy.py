@@ -110,7 +110,7 @@ def _of_trunk(tensors: Mapping[str, TensorInfo], found: Derived, *, branches: in
 
 
 def _names(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], found: Derived) -> Names:
-    """Return the names of a checkpoint's tensors; a matrix stored as several tensors has the names of these."""
+    """Return the names of a checkpoint's tensors; a matrix stored as several tensors has several names."""
     packs = packs_of(config, tensors)
     names = match(found.skeleton, found.kind_of, unpacked(tensors, packs), quantizer_of(config))
     beside = (name for name in tensors if packs and name.endswith(OF_ACTIVATIONS))
@@ -118,7 +118,7 @@ def _names(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], found: 
 
 
 def _check_stems(names: Names, stored: Iterable[str]) -> None:
-    """Raise BadInput where surgeon cannot recognise a layer's tensor by its name, or would mistake another for one."""
+    """Raise BadInput where surgeon's pattern for layers' tensor names and this checkpoint's names disagree."""
     for name in stored:
         place = layer_of(name)
         if (place is not None and place[0]) != (name.startswith(names.stem) and names.stem):
@@ -129,7 +129,10 @@ def _check_stems(names: Names, stored: Iterable[str]) -> None:
 
 
 def _check_floats(names: Names, tensors: Mapping[str, TensorInfo], skeleton: Skeleton) -> None:
-    """Raise BadInput for an integer tensor in a layer, or where the model has floating-point weights."""
+    """Raise BadInput where a tensor holds integers but the model has floating-point weights in its place.
+
+    A tensor of a layer that nothing reads, or one outside the layers without such a place, may hold integers.
+    """
     held = skeleton.model.state_dict(keep_vars=True)
     for index, layer in enumerate(names.layers):
         for suffix, targets in layer.items():
@@ -141,6 +144,7 @@ def _check_floats(names: Names, tensors: Mapping[str, TensorInfo], skeleton: Ske
 
 
 def _check_float(info: TensorInfo, *, whole: bool) -> None:
+    """Raise BadInput where a dtype is neither floating-point nor quantised; with `whole` accept every dtype."""
     if not whole and info.dtype not in (*FLOAT_DTYPES, *QUANTISED_DTYPES):
         raise BadInput(
             f"{printable(info.name)} ({info.file}): dtype {info.dtype}; surgery needs plain floating-point weights"
@@ -149,7 +153,7 @@ def _check_float(info: TensorInfo, *, whole: bool) -> None:
 
 
 def _check_numbers(names: Names, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise BadInput for a tensor named like a layer's whose layer number no reader would accept."""
+    """Raise BadInput for a tensor that is named like a layer's tensor, but not with a layer number in plain digits."""
     above, _, own = names.stem.removesuffix(".").rpartition(".")
     for name, place in names.outer.items():
         if not place and name.startswith((names.stem, *((f"{own}.",) if above else ()))):
@@ -197,7 +201,7 @@ def _without_grafts(
 
 
 def _of_bank(name: str) -> bool:
-    """Return whether a tensor has the name of a control state's."""
+    """Return whether a tensor belongs to the bank of control states, by its name."""
     return layer_of(name) is None and (name.startswith(BANK) or f".{BANK}" in name)
 
 
@@ -205,8 +209,8 @@ def _prefix(stem: str, skeleton: Skeleton) -> str:
     """Return the prefix of tensor names outside the layers, such as those of a decoder's control states.
 
     It is the layers' stem without the name of their list, whose path may have several words: `bert.` for
-    `bert.encoder.layer.`. Where transformers would not find control states there, it is the prefix under which
-    transformers saves them, or else that in memory.
+    `bert.encoder.layer.`. Where transformers would not find control states under this prefix, return the
+    prefix under which transformers saves them, or else their prefix in memory.
     """
     model, own = skeleton.model, skeleton.stack.removeprefix(f"{skeleton.holder}.")
     prefix = "".join(f"{word}." for word in stem.split(".")[: -1 - len(own.split("."))])
@@ -280,6 +284,7 @@ def _kind(
 
 
 def _in_memory(found: Derived, kind: int, first: int, names: Names) -> InMemory:
+    """Return layer `first`, the lowest layer of this kind, as it is in memory."""
     held = found.skeleton.layers[first].state_dict(keep_vars=True)
     stem = f"{names.stem}{first}."
     return InMemory(
@@ -295,6 +300,7 @@ def _in_memory(found: Derived, kind: int, first: int, names: Names) -> InMemory:
 
 
 def _part_kind(target: str, info: TensorInfo, silence: Silence) -> Any:
+    """Return what the tensor `target` (its name in memory) is: `norm`, `bias`, `weight` (a matrix) or `other`."""
     if target in silence.identities:
         return "norm"
     if target.endswith("bias") or (target.removesuffix(".bias") + ".weight") in silence.identities:

@@ -124,6 +124,7 @@ def _autos(config: Mapping[str, Any], head: type[Any]) -> tuple[str, ...]:
 
 
 def _unfit(config: Mapping[str, Any], skeleton: Skeleton, reason: str) -> BadInput:
+    """Return the error for a model from which no classes with grafts can be composed; it shows `reason`."""
     told, why = printable(str(config.get("model_type"))), printable(reason)
     if skeleton.encoder:
         return BadInput(f"{told}: no control states can stand in it ({why}); use another model, or full fine-tuning")
@@ -157,7 +158,7 @@ def _heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
 
 
 def _returned(native: type[Any]) -> type[Any] | None:
-    """Return the output class that a head's forward is annotated to return, apart from plain tuples; or None."""
+    """Return the output class that a head's forward is annotated to return, besides tuples; None without one."""
     import typing
 
     from transformers.utils import ModelOutput
@@ -195,6 +196,7 @@ def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...
             continue
 
         def role_of(block: Block, run: Callable[[], Any] = layer.output) -> str:
+            """Return ATTENTION for a block that mixes tokens, else FFN."""
             return ATTENTION if any(mixes(block, run, ids.shape[1])) else FFN
 
         # A layer inside another layer (Zamba's) adds to the stream by itself and is not a block.
@@ -243,12 +245,14 @@ def _encoder_spans(config: Mapping[str, Any], twin: Skeleton, layers: Sequence[i
     ids = some_tokens(twin)
 
     def run() -> Any:
+        """Run the twin on the tokens. Raises BadInput where it fails."""
         try:
             return twin.model(input_ids=ids)
         except LOAD_FAILURES as error:
             raise _unfit(config, twin, f"a tiny twin of it does not read a text: {first_line(error)}") from error
 
     def role_of(block: Block) -> str:
+        """Return ATTENTION for a block that mixes tokens, else FFN. Raises BadInput for a causal block."""
         later, earlier = mixes(block, run, ids.shape[1])
         if later and not earlier:
             raise _unfit(config, twin, "its tokens do not see later ones: it is a decoder without a head for language")
@@ -279,6 +283,7 @@ def _first_position(twin: Skeleton) -> int:
     firsts: list[int] = []
 
     def hook(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """Record the first of the decoder's `position_ids`; 0 where it gets none, or not one list per text."""
         positions = given.get("position_ids")
         firsts.append(int(positions[0, 0]) if isinstance(positions, torch.Tensor) and positions.dim() == 2 else 0)
 
@@ -316,6 +321,7 @@ def activation_in(twin: Skeleton, block: nn.Module) -> str:
         """A mode that records which of these functions are called."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """Record the usual name of an activation that is called, then call the function."""
             if func is F.gelu:
                 called["gelu" if (kwargs or {}).get("approximate", "none") == "none" else "tanh"] = None
             elif func in names:
@@ -325,6 +331,7 @@ def activation_in(twin: Skeleton, block: nn.Module) -> str:
     own = block.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward, and record the functions that it calls."""
         with Watch():
             return own(*args, **kwargs)
 

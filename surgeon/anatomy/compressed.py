@@ -115,6 +115,7 @@ def packs_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> di
     matcher = Matcher(f"config.json: `{QUANTISATION}`")
 
     def fits(target: str, module: str) -> bool:
+        """Return whether a group's target matches a module."""
         # A module's name, or after `re:` a pattern that its name begins with.
         pattern = target.removeprefix("re:")
         return target == module if pattern == target else bool(matcher.ends(pattern, module))
@@ -190,6 +191,7 @@ def _module(name: str) -> str | None:
 
 
 def _place(info: TensorInfo) -> str:
+    """Return a tensor's name and file, for a message."""
     return f"{printable(info.name)} ({info.file})"
 
 
@@ -257,6 +259,7 @@ def _columns(info: TensorInfo, scales: TensorInfo, group: _Group) -> int:
 
 
 def _code(shape: tuple[int, int], group: _Group) -> Code:
+    """Return how a matrix of this shape is coded by the settings of its group."""
     blocks = {
         "tensor": shape,
         "channel": (1, shape[1]),
@@ -274,6 +277,7 @@ def _code(shape: tuple[int, int], group: _Group) -> Code:
 
 
 def _check_grid(info: TensorInfo, shape: tuple[int, int], code: Code, dtypes: Any) -> None:
+    """Raise BadInput where a tensor has no number for each block of `code`, or a dtype that is not in `dtypes`."""
     grid = code.grid(shape)
     fits = info.shape == grid or (math.prod(grid) == 1 == info.numel) or (grid[1] == 1 and info.shape == grid[:1])
     if not fits or info.dtype not in dtypes:
@@ -286,6 +290,10 @@ def _check_grid(info: TensorInfo, shape: tuple[int, int], code: Code, dtypes: An
 def _zeros(
     module: str, shape: tuple[int, int], code: Code, group: _Group, tensors: Mapping[str, TensorInfo]
 ) -> TensorInfo | None:
+    """Return the zero points of a module's matrix; None where none are stored.
+
+    Raises BadInput where they are missing although the group is not symmetric, or have another shape or dtype.
+    """
     zeros = tensors.get(f"{module}{ZERO}")
     if zeros is None:
         if not group.symmetric:
@@ -324,6 +332,10 @@ _FULL_ONES = "operate on the full-precision weights"
 
 
 def _each(settings: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[_Group]:
+    """Yield the entries of `config_groups` that quantise weights.
+
+    Raises BadInput for an entry or a format that surgeon cannot read.
+    """
     for name, told in groups.items():
         weights = told.get("weights") if isinstance(told, Mapping) else told
         place = f"config_groups.{printable(str(name), 40)}"
@@ -341,6 +353,10 @@ def _each(settings: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[_G
 
 
 def _group(name: str, place: str, told: Mapping[str, Any], weights: Mapping[str, Any], kind: str) -> _Group:
+    """Return one entry of `config_groups` as a `_Group`; `kind` is its format.
+
+    `place` names the entry in errors. Raises BadInput for a setting that no format has.
+    """
     bits, numbers = weights.get("num_bits", 8), weights.get("type", "int")
     if type(bits) is not int or not 1 <= bits <= 8 or numbers not in ("int", "float"):
         raise _unread(f"{place}.weights", f"{bits} bits of {numbers}")
@@ -373,6 +389,7 @@ def _group(name: str, place: str, told: Mapping[str, Any], weights: Mapping[str,
 
 
 def _texts(settings: Mapping[str, Any], key: str, place: str = "") -> list[str]:
+    """Return the list of texts at `key`, empty where there is none. Raises BadInput for any other value."""
     found = settings.get(key) or []
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise _unread(f"{place}.{key}" if place else key, found)
@@ -380,5 +397,6 @@ def _texts(settings: Mapping[str, Any], key: str, place: str = "") -> list[str]:
 
 
 def _unread(place: str, found: object) -> BadInput:
+    """Return the error for the value `found` of the setting `place`, which no format has."""
     shown = printable(str(found), 60)
     return BadInput(f"config.json: `{QUANTISATION}.{place}` is {shown}, which no format has; {OWN_CONFIG}")

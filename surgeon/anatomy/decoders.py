@@ -39,6 +39,7 @@ _BUILT_IN = (
 
 
 def _admit(plugin: Plugin) -> Hint:
+    """Return a plugin's hint. Raises BadInput where it is no `Hint`, or is not called as its model type."""
     if not isinstance(plugin.value, Hint):
         raise wrong_kind(plugin, GROUP, "a surgeon.anatomy.decoders.Hint")
     if plugin.value.model_type != plugin.name:

@@ -48,6 +48,7 @@ def kept(ask: Callable[Concatenate[Derivation, _Asked], _Answer]) -> Callable[Co
 
     @wraps(ask)
     def asked(self: Derivation, /, *given: _Asked.args, **named: _Asked.kwargs) -> _Answer:
+        """Return the cached answer to this question; without one, compute the answer with `ask` and cache it."""
         question = digest_of([ask.__module__, ask.__qualname__, *given, named])
         if question in self.answers:
             kind = get_type_hints(ask)["return"]
@@ -93,6 +94,7 @@ class Derivation:
 
     @kept
     def _evidence(self) -> str:
+        """Return the findings in one line, with the config.json fields that transformers reads otherwise."""
         skeleton = self.seen.skeleton
         misread = read_otherwise(self.seen.config, skeleton.model.config, skeleton.path)
         return f"{self.seen.derived.evidence}; {misread}" if misread else self.seen.derived.evidence
@@ -254,6 +256,7 @@ class Derivation:
         return left_out(made, list(modules), self.seen.skeleton)
 
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
+        """Return a copy of the base's config grown to the layers `order`, as `grown` in growth.py describes."""
         return copy.deepcopy(grown(self.seen.config, self.seen.skeleton, order, trunk))
 
     @kept
@@ -319,9 +322,11 @@ def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
         own = [0]
 
         def begins(_: nn.Module, given: Any, named: Any, own: list[int] = own) -> None:
+            """Record on how many tokens the layer runs."""
             own[0] = (given[0] if given else named["hidden_states"]).shape[:-1].numel()
 
         def runs(_: nn.Module, given: Any, named: Any, own: Any, name: str, others: set[str]) -> None:
+            """Add a linear module to `others` where it runs on another number of tokens than the layer."""
             if (given[0] if given else next(iter(named.values()))).shape[:-1].numel() != own[0]:
                 others.add(name)
 
@@ -352,4 +357,5 @@ def composition_for(kept: str) -> Composition:
 
 @lru_cache(maxsize=2)
 def _skeleton(kept: str) -> Skeleton:
+    """Return the model of a config.json, given as JSON text, built on the meta device."""
     return build(json.loads(kept))

@@ -33,10 +33,9 @@ _HEADS = (2, 4, 8)
 
 @dataclass(frozen=True)
 class Derived:
-    """The findings about a model type:
+    """The findings about a model type.
 
     `kind_of[i]` is the number of layer `i`'s kind, `silence[kind]` what silences it.
-
     `mixture[kind]` is its experts, or None where it has none that surgeon understands. `titles[kind]` names a kind for
     people; `heads` is the number of a twin's heads. `seconds` is how long the analysis took.
     """
@@ -69,6 +68,7 @@ def derive(config: Mapping[str, Any]) -> Derived:
 
 @lru_cache(maxsize=8)
 def _derived(kept: str) -> Derived:
+    """Derive the findings about a config.json, given as JSON text. Raises BadInput where no layer is found."""
     config = json.loads(kept)
     began = time.perf_counter()
     skeleton = build(config)
@@ -171,6 +171,7 @@ def read_otherwise(config: Mapping[str, Any], made: Any, path: Sequence[str]) ->
 
 
 def _of_part(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
+    """Yield a sentence for each field of a config's part that transformers reads with another value."""
     for key, value in part.items():
         if key in _NOT_READ or key.startswith("_") or isinstance(value, Mapping):
             continue
@@ -184,6 +185,10 @@ def _of_part(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
 
 
 def _same(value: Any, read: Any) -> bool:
+    """Return whether transformers' value `read` means the same as config.json's `value`.
+
+    A default for null, an empty or false value, a dtype, and a list in which words are only renamed count as the same.
+    """
     if value is None or not read or isinstance(read, Mapping) or type(read).__module__ == "torch":
         return value is None or not read or isinstance(read, Mapping) or str(read) == f"torch.{value}"
     if isinstance(read, tuple | list) and isinstance(value, list):
@@ -195,4 +200,5 @@ def _same(value: Any, read: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    """Return a value as printable text for a message, with at most `_MOST` characters."""
     return printable(str(value), _MOST)

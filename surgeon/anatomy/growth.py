@@ -59,6 +59,7 @@ def part_of(config: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_part(config: Mapping[str, Any], path: Sequence[str], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config whose part at `path` is replaced by `part`."""
     if not path:
         return copy.deepcopy(dict(part))
     held = copy.deepcopy(dict(config))
@@ -173,6 +174,7 @@ def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int, shared: Sha
 
 
 def _difference(one: Any, other: Any) -> str:
+    """Return in words the first difference between the descriptions of two kinds of layers."""
     for (name, kind, shapes, settings), (_, kind2, shapes2, settings2) in zip(one[0], other[0], strict=False):
         if kind != kind2:
             return f"{kind} in place of {kind2}"
@@ -214,6 +216,7 @@ def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -
 
 
 def _unlike(first: dict[str, Any], second: dict[str, Any], later: bool) -> Iterator[dict[str, Any]]:
+    """Yield `second`; yield nothing where `later` is true and both candidates are equal."""
     if not later or first != second:
         yield second
 

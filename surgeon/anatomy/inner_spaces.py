@@ -101,6 +101,7 @@ def _named(spaces: Sequence[Space]) -> Iterator[tuple[tuple[str, tuple[tuple[str
 
 
 def _layer_of(skeleton: Skeleton, index: int, heads: int) -> _Layer:
+    """Return layer `index` of a model with the shapes of its parameters and stored buffers."""
     module = skeleton.layers[index]
     held = dict(module.named_parameters()) | stored_buffers(module)
     return _Layer({name: tuple(value.shape) for name, value in held.items()}, module, heads)

@@ -56,6 +56,10 @@ def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def _settings(module: nn.Module) -> Settings:
+    """Return a module's own settings: public attributes of simple types, by name.
+
+    Left out are ignored names, layer numbers and, in a model whose layers share no keys and values, `_KEEPS_KEYS`.
+    """
     held = vars(module).items()
     alone = not getattr(getattr(module, "config", None), "num_kv_shared_layers", 0)
     # Types first: most of what a module holds is no setting.
@@ -173,6 +177,7 @@ def _entries(config: Mapping[str, Any], layers: int) -> list[Hashable]:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a config, then the parts in it that describe the text model, at any depth."""
     yield config
     for key, value in config.items():
         if isinstance(value, Mapping) and key.startswith(_TEXT):

@@ -105,10 +105,9 @@ def _both(order: Tensor, inner: int, interleaved: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of a layer, by names below it:
+    """The experts of a layer, with names relative to the layer.
 
     `experts` is the module with one parameter for the matrices of all experts.
-
     `transposed`: matrices are inputs by outputs; `interleaved`: in `gate_up_proj`, rows of gate and up alternate.
     `router` are parameters and buffers with a row, or a number, for each expert.
     """
@@ -143,6 +142,7 @@ def mixtures(twin: Skeleton, layers: list[int]) -> dict[int, Mixture | None]:
 
 
 def _expert_modules(layer: nn.Module) -> list[str]:
+    """Return the names of a layer's modules with one tensor for the down matrices of all experts."""
     return [
         name
         for name, module in layer.named_modules()

@@ -33,11 +33,17 @@ class Mover:
         self._run, self._before = run, run.output().clone()
 
     def holds(self, moves: Sequence[Move], parts: Iterable[Sequence[Move]], *, least: float = OTHER) -> bool:
-        """Return whether all moves together change nothing, and each of `parts` by itself changes more than `least`."""
+        """Return whether all moves together change nothing, and each of `parts` by itself something.
+
+        Changes are shares of the output's largest entry: nothing is less than `SAME`, something more than `least`.
+        """
         return self._apart(moves) < SAME and all(self._apart(part) > least for part in parts)
 
     def _apart(self, moves: Sequence[Move]) -> float:
-        """Return the change of the output as a share of its largest entry; NaN where the layer's outputs are NaN."""
+        """Move units, run the layer and move them back; return the output's change as a share of its largest entry.
+
+        The share is NaN where the layer's outputs are NaN; then nothing holds.
+        """
         kept = [move.value.clone() for move in moves]
         try:
             for value, axis, order in moves:

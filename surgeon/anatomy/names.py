@@ -45,6 +45,7 @@ class Names:
             return self
 
         def spread(stem: str, held: Mapping[str, Any]) -> dict[str, Any]:
+            """Return `held` with each tensor that is stored as several parts replaced by these parts' names."""
             named = ((parts.get(stem + name, (stem + name,)), target) for name, target in held.items())
             return {name.removeprefix(stem): target for names, target in named for name in names}
 
@@ -154,6 +155,7 @@ def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str
     prefix = model.base_model_prefix
 
     def asked(name: str) -> Made:
+        """Return what transformers makes of the tensor `name` on disk."""
         name = under_base(model, name)
         target, pattern = rename_source_key(name, renamings, converters, prefix, held)
         if target not in held and name in held:
@@ -195,6 +197,7 @@ def stored_twice(model: Any, made: Mapping[str, Made]) -> tuple[str, str] | None
     held, prefix = model.state_dict(keep_vars=True), f"{model.base_model_prefix}."
 
     def bare(name: str) -> str:
+        """Return a name without the base model's prefix, also where the prefix is repeated."""
         while len(prefix) > 1 and name.startswith(prefix):
             name = name.removeprefix(prefix)
         return name

@@ -74,6 +74,7 @@ def _shapes() -> type[Any]:
 
     class Shapes(Fp8Dequantize):  # type: ignore[misc]
         def _dequantize_one(self, quantized: Any, scales: Any, output_dtype: Any = None) -> Any:
+            """Return a tensor of the dequantised shape, with no values in it."""
             # Two numbers of four bits in a byte.
             wide = 2 if quantized.dtype == torch.int8 else 1
             shape = (*quantized.shape[:-1], quantized.shape[-1] * wide)
@@ -160,6 +161,7 @@ def skips(config: Mapping[str, Any], skeleton: Skeleton) -> list[tuple[str, ...]
     matcher = Matcher(f"config.json: `{QUANTISATION}.{key}`")
 
     def named(module: str) -> bool:
+        """Return whether the config's list excludes a module from quantisation."""
         # Like transformers' `should_convert_module`: an entry matches a module, a module around it, or the end of its
         # name.
         edges = {at for at in range(len(module) + 1) if module[at - 1 : at] == "." or module[at : at + 1] in (".", "")}
@@ -172,7 +174,7 @@ def skips(config: Mapping[str, Any], skeleton: Skeleton) -> list[tuple[str, ...]
 
 
 def _listed(settings: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the config field that lists the modules excluded from quantisation, and this list."""
+    """Return (the config field that lists modules excluded from quantisation, this list). Raises BadInput."""
     key = next((key for key in _SKIPPED if settings.get(key) is not None), _SKIPPED[0])
     found = settings.get(key) or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
@@ -198,6 +200,10 @@ def renumbered(
 
 
 def _moved(name: str, order: Sequence[int], stems: Sequence[str]) -> Iterator[str]:
+    """Yield the names that the excluded module `name` gets in the grown model.
+
+    There may be several, or none. A name outside the layers is yielded unchanged.
+    """
     found = re.fullmatch(r"((?:.*\.)?\w+\.)(0|[1-9]\d{0,8})((?:\..*)?)", name, re.DOTALL)
     before = found[1].replace("\\", "") if found is not None else ""
     # Names may leave out the outermost words: transformers takes `layers.3.mlp` for the end of a name as well.

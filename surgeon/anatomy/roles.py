@@ -173,6 +173,10 @@ def _plain(
     silent: Collection[str],
     targets: Mapping[str, tuple[str, ...]],
 ) -> Part:
+    """Return a part with its role: from `known` for matrices and biases, from usual names for norms.
+
+    A part whose role is not known is returned unchanged.
+    """
     path, _, _ = part.suffix.rpartition(".")
     blocks = known.get(f"{path}.weight", ()) if part.kind in ("weight", "bias") else ()
     if blocks:
@@ -208,6 +212,7 @@ def _experts(parts: Sequence[Part], sizes: Sizes, memory: InMemory) -> dict[str,
 
 
 def _router(part: Part, count: int, hidden: int) -> Part | None:
+    """Return the part of a router with its role; None where its shape has no row or number per expert."""
     if part.kind == "weight":
         return replace(part, blocks=(("router", count),)) if part.shape == (count, hidden) else None
     return replace(part, blocks=(("router", part.shape[0]),)) if part.shape in ((count,), (1, count)) else None

@@ -83,7 +83,7 @@ def _tops(layer: nn.Module, names: set[str], several: Collection[str]) -> list[s
 
 
 def first_of_another(built: Skeleton, shared: Shared | None, order: Sequence[int]) -> tuple[int | None, str]:
-    """Return the first layer of a grown model that runs another block than it should, and why; or None.
+    """Return (the first layer of a grown model that runs another block than it should, why), or (None, "").
 
     Layer `n` of `built` is like layer `order[n]` of the model whose blocks are `shared`, and should run the same block.
     One shared block may not become two: the two would be trained separately.

@@ -95,17 +95,24 @@ def silences(twin: Skeleton, layers: list[int]) -> dict[int, Silence]:
 
 
 def _refused(reason: str) -> Silence:
+    """Return the result for a layer that cannot be silenced, for this reason."""
     return Silence({}, reason, {})
 
 
 def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
-    """Return the arguments that each layer gets when the model reads a text; layers that do not run are left out."""
+    """Return the arguments that each layer gets when the model reads a text; layers that do not run are left out.
+
+    Raises BadInput where the model computes NaN.
+    """
     import torch
 
     runs: dict[int, Run] = {}
 
     def keep(index: int) -> Callable[..., None]:
+        """Return a hook that records the first run of layer `index`."""
+
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Store the layer with its arguments, unless an earlier run is stored."""
             # Copied: layers store keys and values in such mappings for layers above, and each run must see the original
             # ones.
             own = {
@@ -189,8 +196,8 @@ def _of_stream(
 ) -> dict[str, float] | None:
     """Return values for the tensors that scale or shift the stream itself, such that they leave it unchanged.
 
-    Searched are stored buffers, and parameters with one number or one per dimension; all other parameters are null. The
-    tensors hold these values afterwards. None where no choice of 0 and 1 leaves the stream unchanged.
+    Only stored buffers, and parameters with one number or one per dimension, are tried; all other parameters are null.
+    The tensors hold the found values afterwards. None where no choice of 0 and 1 leaves the stream unchanged.
     """
     # Norms and biases are null already.
     vectors = {n: v for n, v in held.items() if v.ndim < 2 and n not in identities and not n.endswith("bias")}
@@ -260,7 +267,7 @@ def _order(run: Run) -> list[str]:
 
 
 def _nulls(layer: nn.Module, kept: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the value of every parameter that makes it add nothing, and for norm scales the one that scales by one."""
+    """Return ({parameter: value with which it adds nothing}, {norm scale: value with which it scales by one})."""
     nulls = dict.fromkeys(kept, 0.0)
     identities: dict[str, float] = {}
     for prefix, module in layer.named_modules():

@@ -77,6 +77,7 @@ class Skeleton:
         fields, names = self.text.to_dict(), self.text.attribute_map
 
         def of(key: str) -> int:
+            """Return the integer of a config field by its usual name `key`; 0 where it is no integer."""
             value = fields.get(names.get(key, key))
             return value if type(value) is int else 0
 
@@ -300,6 +301,10 @@ def _count_key(text: Any) -> str | None:
 
 
 def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
+    """Return the name of the list of a text model's layers; among several lists, that of the largest.
+
+    Raises BadInput where no list has as many layers as the config counts, or several lists hold the parts of a layer.
+    """
     from torch import nn
 
     count = getattr(text, "num_hidden_layers", None)

@@ -25,7 +25,7 @@ _TOLERANCE = 1e-4
 
 
 def told_class(kind: type[Any]) -> str:
-    """Return a class's name as a composition writes it."""
+    """Return a class's name in a composition: `torch.nn.` and its name, or its path below `transformers`."""
     if kind.__module__.startswith("torch.nn.modules."):
         return f"torch.nn.{kind.__name__}"
     return f"{kind.__module__.removeprefix('transformers.')}.{kind.__name__}"
@@ -68,7 +68,7 @@ class Block:
         return sum(value.numel() for module in {self.reader, self.writer} for value in module.parameters())
 
     def told(self, role: str) -> SpanClass:
-        """Return the block as a composition describes it."""
+        """Return the entry that describes this block in a composition; `role` is ATTENTION or FFN."""
         return SpanClass(self.reads, told_class(type(self.reader)), self.writes, told_class(type(self.writer)), role)
 
 
@@ -80,6 +80,7 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
     running: list[_Event] = []
 
     def tensors(*held: Any) -> list[Tensor]:
+        """Return copies of the floating-point tensors among `held`, in the stream's shape where only that differs."""
         found = [each.clone() for each in held if isinstance(each, torch.Tensor) and each.is_floating_point()]
         # A block may read the one text as a matrix with one row per token.
         shape = runs[-1].stream.shape if runs else torch.Size()
@@ -87,6 +88,7 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
         return [each.view(shape) if each.shape == flat else each for each in found]
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a run of the layer, or record the start and the inputs of a module in it."""
         first = _read_first(module, args)
         given = tensors(*args, *(kwargs[name] for name in sorted(kwargs, key=lambda name: name != first)))
         if module is layer:
@@ -99,6 +101,7 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
             running.append(seen.events[-1])
 
     def end(module: nn.Module, _args: tuple[Any, ...], made: Any) -> None:
+        """Record the output of the layer, or the end and the output of a module in it."""
         put = tensors(made[0] if isinstance(made, tuple | list) else made)
         if not runs:
             return  # parts of a layer that does not run as one
@@ -127,9 +130,11 @@ def _read_first(module: nn.Module, args: tuple[Any, ...]) -> str:
 
 
 def modules_in(seen: Watched, width: int, *, inside: bool = False) -> list[Block]:
-    """Return the modules of a layer that read its states and return as many numbers; `inside`: those inside its blocks.
+    """Return the modules of a layer that read states of `width` and return as many numbers, each as a block.
 
-    Modules with tokens along another axis than the second are left out: a trial could not show whether they mix tokens.
+    Only the layer's children are searched; with `inside` only the children of these. Norms and single matrices are not
+    blocks. Modules with tokens along another axis than the second are left out: a trial could not show whether they mix
+    tokens.
     """
     return [
         Block(event.name, event.module, event.name, event.module)
@@ -190,6 +195,7 @@ def blocks_in(seen: Watched, width: int) -> list[Block]:
 
 
 def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm: its class has `norm` in its name, and it has no submodules."""
     return "norm" in type(module).__name__.lower() and not module._modules
 
 
@@ -204,9 +210,10 @@ def _adds(event: _Event, stream: Tensor, value: Tensor) -> bool:
 
 
 def _span(seen: Watched, writer: _Event, stream: Tensor, began: int, times: Mapping[nn.Module, int]) -> Block | None:
-    """Return the block that ends at `writer`, or None.
+    """Return the block that ends at `writer`; None where no module that a composition can name begins it.
 
-    If `writer` only norms a block's output, the block ends before it.
+    If `writer` only norms a block's output, the block ends at the module before it. `began` is the time at which the
+    block before ended; `times` counts how often each module ran.
     """
     import torch
 
@@ -231,12 +238,14 @@ def _span(seen: Watched, writer: _Event, stream: Tensor, began: int, times: Mapp
 
 
 def _same(one: Tensor | None, other: Tensor) -> bool:
+    """Return whether both tensors are equal bit for bit; False where `one` is None."""
     import torch
 
     return one is not None and torch.equal(one, other)
 
 
 def _known(module: nn.Module) -> bool:
+    """Return whether a composition can name a module's class."""
     return told_class(type(module)) in TORCH_CLASSES or type(module).__module__.startswith("transformers.models.")
 
 
@@ -256,17 +265,20 @@ def norms_sum(seen: Watched, name: str) -> bool:
 
 
 def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]:
-    """Return whether a block's output at later, and at earlier, tokens changes with its first, or last, input state.
+    """Return (later, earlier): whether a block's output depends on earlier tokens, and on later tokens.
 
-    `run` has the model read one text of `count` tokens.
+    `later`: outputs after the first token change with the first token's input state. `earlier`: outputs before the last
+    token change with the last token's input state. `run` has the model read one text of `count` tokens.
     """
     made: list[Tensor] = []
     turned: list[int] = []
 
     def by_token(x: Tensor) -> Tensor:
+        """Return states with tokens along the second axis, as a view: a matrix gets an axis for the batch."""
         return x.view(1, *x.shape) if x.ndim == 2 else x
 
     def turn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the input states of the tokens in `turned`: reverse them and flip their signs."""
         key = _read_first(module, args)
         x = (args[0] if args else kwargs[key]).clone()
         for token in turned:
@@ -274,6 +286,7 @@ def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]
         return ((x, *args[1:]), kwargs) if args else (args, kwargs | {key: x})
 
     def keep(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        """Record the block's output."""
         made.append(by_token(output[0] if isinstance(output, tuple | list) else output).clone())
 
     hooks = [

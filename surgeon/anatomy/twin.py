@@ -75,6 +75,7 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT, all_expe
     words = min(_first(config, "vocab_size") or WORDS, WORDS)
 
     def of(key: str, value: int) -> int:
+        """Return the small value of an integer field, whose meaning its name `key` shows."""
         if _HEADS.fullmatch(key):
             fewer = heads if old_heads and value >= old_heads else 2 if key.startswith("linear_num_value") else 1
             return min(value, fewer)
@@ -172,6 +173,7 @@ def _fit_towers(config: Mapping[str, Any], made: dict[str, Any]) -> None:
 
 
 def _first(config: Mapping[str, Any], *keys: str) -> int:
+    """Return the first of these config fields that is an integer; 0 where none is."""
     return next((config[key] for key in keys if type(config.get(key)) is int), 0)
 
 
@@ -266,6 +268,7 @@ def stored_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _stored_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield (module, name, value) of each floating-point buffer in a module that checkpoints store."""
     # Whole numbers and truth values are indices, tables and masks: any others would be out of range. Complex ones are
     # fixed transforms (FNet's).
     for part in module.modules():

@@ -134,6 +134,7 @@ def _value_for(seen: Seen, field: tuple[str, int], place: tuple[int, str, int], 
     (name, value), (kind, suffix, width) = field, place
 
     def made_of(number: int) -> int:
+        """Return the width that the class makes where the field has the value `number`."""
         grew = growths(seen, {name: number})[kind].get(suffix)
         return width if grew is None else width * grew[2] // grew[1]
 

@@ -69,6 +69,7 @@ def grafts_in(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _uses(config: Mapping[str, Any], native: Composition) -> tuple[Use, ...]:
+    """Return the grafts that a config's `surgery` asks for, as far as the model can carry them."""
     raw = config.get("surgery")
     return uses_of(raw if isinstance(raw, Mapping) else {}, native)
 
@@ -87,6 +88,7 @@ def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
 
 @cache
 def _joined(native: Composition, uses: tuple[Use, ...]) -> bytes:
+    """Return the content of the file: header, imports, and the code of all parts that it needs."""
     classes = part_of(f"{_PACKAGE}.classes", classes_of(native, uses))
     parts = [*ordered(roots_of(native, uses)), classes]
     homes: dict[str, str] = {}
@@ -179,10 +181,12 @@ def _sibling(module: str, node: ast.ImportFrom) -> str | None:
 
 
 def _is_docstring(node: ast.stmt) -> bool:
+    """Return whether a statement is only a text."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _only_for_types(node: ast.stmt) -> bool:
+    """Return whether a statement is `if TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
@@ -212,6 +216,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def _imported(content: bytes) -> ModuleType:
+    """Write a joined file into a temporary package of its own, import the file as a module and return it."""
     package = f"surgeon_joined_{hashlib.sha256(content).hexdigest()[:16]}"
     file = Path(_folder().name) / package / CODE_FILE
     file.parent.mkdir()

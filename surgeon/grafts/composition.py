@@ -119,6 +119,7 @@ class Composition:
     first_position: int = 0
 
     def __post_init__(self) -> None:
+        """Raise ValueError where a name is of a wrong form, a role or auto class is not known, or names collide."""
         classes = self.classes
         ends = [told for span in self.spans for told in (span.reader, span.writer) if told not in TORCH_CLASSES]
         for told in (*classes, *ends):
@@ -261,6 +262,7 @@ def _stated(entry: Any) -> dict[str, str]:
 
 
 def _texts(values: Sequence[Any]) -> bool:
+    """Return whether all values are texts."""
     return all(isinstance(value, str) for value in values)
 
 

@@ -72,6 +72,7 @@ class ExpertsKind(_SlotKind):
 
 
 def _slot_text(slot: Mapping[str, Any], *, routed: bool) -> str:
+    """Return a text like `slot 1 of rank 4 at q_proj, v_proj`; `shared LoRA` where it is not `routed`."""
     name = f"slot {slot['slot']}" if routed else "shared LoRA"
     targets = ", ".join(target.rpartition(".")[2] for target in slot["targets"])
     ranks = sorted({slot.get("ranks", {}).get(target, slot["rank"]) for target in slot["targets"]})
@@ -148,6 +149,7 @@ def _check(slot: SlotSpec) -> None:
 
 
 def _check_columns(router: RouterSpec) -> None:
+    """Raise ValueError where the router's slots or groups are not numbered from 0 up without gaps."""
     numbers = [column.slot for column in router.slots]
     if numbers != list(range(len(numbers))):
         raise ValueError(f"config.surgery: expert_router has columns for slots {numbers}; they must run from 0 up")
@@ -157,6 +159,7 @@ def _check_columns(router: RouterSpec) -> None:
 
 
 def _check_slot(router: RouterSpec | None, experts: ExpertsSpec, slot: SlotSpec, home: int) -> None:
+    """Raise ValueError where the router is missing, is above layer `home`, or has no column for a routed slot."""
     if router is None or home < router.layer:
         raise ValueError(
             f"config.surgery: experts of layer {experts.layer} are routed, and no expert_router lies below"

@@ -34,9 +34,9 @@ class Kind:
     fields: ClassVar[tuple[str, ...]] = ()
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """Return the text for preview and manifest:
+        """Return the text for preview and manifest, such as `adapter of 512, relu gate`.
 
-        `adapter of 512, relu gate`; `where` is " in the branch" in a twin.
+        `where` is " in the branch" in a twin.
         """
         raise NotImplementedError
 

@@ -24,6 +24,7 @@ def _of(kind: type[Any], key: str) -> Any:
     """Return a function that accepts plugins of `kind`, if their attribute `key` equals the plugin's name."""
 
     def admit(plugin: Plugin) -> Any:
+        """Return a plugin's object; None where it is of another kind. Raises BadInput for one of no known kind."""
         if not isinstance(plugin.value, KnownGraft | Interpolation):
             raise wrong_kind(plugin, GROUP, "a KnownGraft or an Interpolation")
         if not isinstance(plugin.value, kind):

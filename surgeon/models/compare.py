@@ -93,14 +93,14 @@ class LogitComparison:
 
     @property
     def next_token(self) -> tuple[float, float, float, float]:
-        """KL divergence, top-1 agreement, base loss and output loss."""
+        """(KL divergence, top-1 agreement, base loss, output loss); all but the agreement in nats."""
         return self.kl, self.top1_agreement, self.base_loss, self.out_loss
 
 
 def load_pair(
     base: CheckpointFolder | Path, out: CheckpointFolder | Path, *, dtype: str = "auto", device: str = "cpu"
 ) -> tuple[Any, Any]:
-    """Load both models whole, in `dtype` (auto: the base's), and with the base's attention implementation.
+    """Return (base, output), loaded whole in `dtype` (auto: the base's) with the base's attention implementation.
 
     Each folder keeps the trust with which it was opened; for a path, its own code is refused (`load_model`). A
     quantised base whose output is not quantised is first dequantised in its own dtype, as the output's weights were,
@@ -127,14 +127,17 @@ def trim_logits(base: Any, out: Any, kept: Sequence[int]) -> None:
     places_K = torch.tensor(kept)
 
     def with_old_ids(_module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Replace input ids, positions in `kept`, by the base's ids."""
         ids_BT = named["input_ids"]
         return args, named | {"input_ids": places_K.to(ids_BT.device)[ids_BT]}
 
     def with_kept_logits(_module: Any, _args: Any, output: Any) -> Any:
+        """Reduce the base's logits to those of the kept tokens."""
         output.logits = output.logits.index_select(-1, places_K.to(output.logits.device))
         return output
 
     def with_first_logits(_module: Any, _args: Any, output: Any) -> Any:
+        """Reduce the output's logits to its first rows, one per kept token."""
         output.logits = output.logits[..., : len(kept)]
         return output
 
@@ -213,7 +216,7 @@ def compare_with_image(
 def _with_image(
     model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return the logits over a prompt with a picture, and the result of `generated` after it."""
+    """Return the logits over a prompt with a picture, and what `generated` returns for the `steps` tokens after it."""
     with torch.inference_mode(), running(model):
         prefill_BTV = model(**inputs, use_cache=False).logits
     return prefill_BTV, generated(model, inputs, steps, said_BS)
@@ -222,9 +225,10 @@ def _with_image(
 def generated(
     model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: Tensor | None, *, cache: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Generate with transformers; return the logits (batch, steps, vocabulary) and the tokens.
+    """Generate `steps` tokens with transformers; return (logits (batch, steps, vocabulary), tokens (batch, steps)).
 
-    The tokens are forced to `said_BS`; None: the likeliest tokens. All prompts in `inputs` have the same length.
+    `said_BS` are the tokens to force; None: the likeliest ones are generated. `cache`: whether to use a KV cache. All
+    prompts in `inputs` have the same length.
     """
     from transformers import GenerationConfig
 
@@ -255,7 +259,7 @@ def next_tokens(ids_BT: Tensor) -> Tensor:
 
 
 def decoded_steps(ids: Tensor, decode_tokens: int) -> int:
-    """Return how many tokens of a window are decoded one by one: at least one token must precede them.
+    """Return how many tokens of a window are decoded one by one: `decode_tokens`, or all but the first if fewer.
 
     Raises ValueError where `ids` are not windows of at least 2 tokens.
     """
@@ -350,6 +354,10 @@ class Tally:
             self._add_rows(base_CV, out_CV, targets_C)
 
     def _add_rows(self, base_CV: Tensor, out_CV: Tensor, targets_C: Tensor) -> None:
+        """Add the logits of both models at the same positions, and the tokens that follow.
+
+        Raises BadInput where the base's logits are NaN.
+        """
         if base_CV.isnan().any():
             raise BadInput(
                 f"the base computes NaN logits in {self.dtype} ({self.mode}), so there is no function to"
@@ -434,16 +442,18 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _log_probabilities(logits_CV: Tensor) -> Tensor:
+    """Return the log probabilities of logits in float64."""
     return functional.log_softmax(_wide(logits_CV), dim=-1)
 
 
 def _loss(log_CV: Tensor, targets_C: Tensor) -> float:
-    """Return the summed next-token cross-entropy in nats."""
+    """Return the next-token cross-entropy in nats, summed over positions that have a next token."""
     targets_C = targets_C.to(log_CV.device)
     kept_C = targets_C != _NO_TARGET
     return _finite(-log_CV[kept_C].gather(1, targets_C[kept_C, None]).sum())
 
 
 def _finite(value: Tensor) -> float:
+    """Return a number; infinity in place of NaN."""
     number = float(value)
     return math.inf if math.isnan(number) else number

@@ -67,7 +67,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class StreamedComparison:
-    """The result in one dtype:
+    """The result of a comparison in one dtype.
 
     `logits` has one comparison per mode; `first_difference` is None where everything agrees.
     """
@@ -124,7 +124,7 @@ def compare_streamed(
 
 
 def _run(pairs: Sequence[_TwoForwards]) -> None:
-    """Run the forwards of base and output side by side, and pass the results of each two to their function."""
+    """Run all pairs of forwards (base, output) side by side; call each pair's function with its two results."""
     forwards = [
         lockstep.Forward(works[side], side=side, pair=nth) for side in (0, 1) for nth, (works, _) in enumerate(pairs)
     ]
@@ -132,7 +132,7 @@ def _run(pairs: Sequence[_TwoForwards]) -> None:
 
 
 class _Pair:
-    """Base and output in one dtype, and the results so far."""
+    """Base and output in one dtype, and the results so far. Raises ValueError for an invalid `layer_of_base`."""
 
     def __init__(
         self, base: StreamedModel, out: StreamedModel, layer_of_base: Sequence[int], new: range, steps: int
@@ -157,7 +157,7 @@ class _Pair:
         new: range,
         steps: int,
     ) -> _Pair:
-        """Build both models without weights."""
+        """Build both models without weights, the output in the base's dtype."""
         before = StreamedModel(base, dtype=dtype, device=device, by_matrix=True)
         after = StreamedModel(
             out,
@@ -185,7 +185,7 @@ class _Pair:
         return forwards * sum(len(model.layers) for model in self.models)
 
     def forwards(self, ids_BT: Tensor) -> Iterator[_TwoForwards]:
-        """Yield pairs of functions to run for base and output, each with the function that gets both results."""
+        """Yield ([the base's forward, the output's forward], the function that gets the results of both)."""
         for part in self.parts(ids_BT):
             yield (
                 [partial(_each, model, [partial(prefilled, model.module, part)]) for model in self.models],
@@ -213,6 +213,7 @@ class _Pair:
             )
 
     def _compare(self, mode: str, targets: list[Tensor], base: _Passes, out: _Passes) -> None:
+        """Add both models' results in one mode to its tally; record where their digests first differ."""
         for (base_BTV, before), (out_BTV, after), targets_BT in zip(base, out, targets, strict=True):
             self._tallies[mode].add(base_BTV, out_BTV, targets_BT)
             apart = _first_difference(mode, before, after, self._layer_of_base)
@@ -237,11 +238,12 @@ class _Pair:
 
 
 def _each(model: StreamedModel, forwards: Sequence[Callable[[], Tensor]]) -> _Passes:
+    """Run each forward through the whole model; return (logits, digests) of each."""
     return [(forward(), model.take_digests()) for forward in forwards]
 
 
 def _one_by_one(model: StreamedModel, ids_BT: Tensor, steps: int) -> _Passes:
-    """Run prefill and decoded tokens one after the other, each through the whole model."""
+    """Run prefill, then each decoded token, through the whole model; return (logits, digests) of each."""
     return [(logits_B1V, model.take_digests()) for logits_B1V in decoded(model.module, ids_BT, steps)]
 
 
@@ -306,6 +308,7 @@ def _caches(model: StreamedModel, prefix: int, steps: int) -> list[Any]:
 
 
 def _depth_of(apart: FirstDifference, depth: int) -> int:
+    """Return the base layer of a difference, for sorting: −1 for the embeddings, `depth` for only the logits."""
     if apart.base_layer is not None:
         return apart.base_layer
     return -1 if apart.where == "the embeddings" else depth
@@ -335,9 +338,11 @@ def _first_difference(
 
 
 def _count_layers(pairs: Sequence[_Pair], total: int, progress: Callable[[int, int], None]) -> None:
+    """Have every decoder layer of all models report to `progress(done, total)` when it has run."""
     done = 0
 
     def count(_module: Any, _args: Any, _result: Any) -> None:
+        """Count one more layer, and report the count."""
         nonlocal done
         done += 1
         progress(done, total)

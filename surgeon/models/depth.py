@@ -40,7 +40,9 @@ _MOST_LOGITS = 2**26
 class Choice:
     """The layers to take out, and the loss without them.
 
-    `merged` holds the factors of layers that absorb others, `scores` the numbers that the choice was made by.
+    `merged` maps each layer that absorbs others to {layer: factor}. `scores` are the numbers by which layers were
+    chosen: per layer, per first layer of a run (`angular`) or per accepted merge (`laco`); empty for listed layers.
+    `loss` is in nats per token.
     """
 
     layers: tuple[int, ...]
@@ -152,6 +154,10 @@ class Depth:
         return {layer: made for layer, made in self.whole.items() if layer not in layers}
 
     def _listed(self, out: LayersOut) -> Choice:
+        """Return the choice of the listed layers, with LaCo's merges where `out.by` is `laco`.
+
+        An empty choice where a merge is not possible; the draft then reports why.
+        """
         if out.by != "laco":
             return Choice(out.layers, {}, self.run(self.without(out.layers)).loss, ())
         stack = self.whole
@@ -163,11 +169,13 @@ class Depth:
         return Choice(out.layers, _merged(stack), self.run(stack).loss, ())
 
     def _by_influence(self, count: int) -> Choice:
+        """Choose the `count` layers of least block influence."""
         scores = self.first.influence
         gone = tuple(sorted(sorted(range(self.count), key=lambda layer: (scores[layer], layer))[:count]))
         return Choice(gone, {}, self.run(self.without(gone)).loss, tuple(scores))
 
     def _by_angle(self, count: int) -> Choice:
+        """Choose the run of `count` layers with the least angle between its input and output."""
         angles = self.run(self.whole, span=count).angles
         first = min(range(len(angles)), key=lambda layer: (angles[layer], layer))
         gone = tuple(range(first, first + count))
@@ -237,6 +245,7 @@ class Depth:
         return Choice(gone, _merged(stack), loss, tuple(found))
 
     def _likeness(self, run: Run) -> float:
+        """Return the mean cosine between the last states of a run and of the base."""
         total = sum(float(_cosine(a, b).sum()) for a, b in zip(self.first.states, run.states, strict=True))
         return total / self.ids.numel()
 
@@ -257,6 +266,10 @@ class Depth:
             ) from error
 
     def _run(self, stack: Stack, span: int) -> Run:
+        """Run a stack over the text; return its loss, and cosines and angles of states `span` layers apart.
+
+        Raises BadInput where the loss is not finite.
+        """
         self._stack, found = stack, Run()
         self.model.skipped = {id(layer) for number, layer in enumerate(self.model.layers) if number not in stack}
         cosines, angles = [0.0] * (len(stack) + 1), [0.0] * (len(stack) + 1)
@@ -266,6 +279,7 @@ class Depth:
             place = 0
 
             def keep(state: Tensor, recent: deque[Tensor] = recent) -> None:
+                """Compare a state with the state `span` layers before it, once there is one."""
                 nonlocal place
                 recent.append(state.detach())
                 if len(recent) > span:
@@ -292,15 +306,17 @@ class Depth:
 
     @property
     def _vocabulary(self) -> int:
+        """Return the number of rows of the input embeddings."""
         return int(self.model.module.get_input_embeddings().num_embeddings)
 
     def _hook(self, number: int, layer: nn.Module) -> None:
         """Replace a layer's forward: record states, and pass the input on or use merged weights, as
-        `self._stack` says.
+        `self._stack` defines.
         """
         native, outputs = layer.forward, 0
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Run the layer with the stack's weights for it, or return its input where the stack lacks it."""
             nonlocal outputs
             state = args[0] if args else kwargs["hidden_states"]
             if number not in self._stack:
@@ -316,6 +332,10 @@ class Depth:
         layer.forward = forward
 
     def _merge(self, number: int, layer: nn.Module) -> None:
+        """Give a layer its weights in the current stack: the sum of stored layers times their factors.
+
+        Parameters are replaced only where layers are merged, stored buffers always.
+        """
         made_of = self._stack[number]
         # Parameters are read again for each pass. Stored buffers stay in memory, so merged ones must be replaced.
         held: dict[str, Tensor] = dict(stored_buffers(layer))
@@ -333,6 +353,7 @@ class Depth:
 
 
 def _merged(stack: Stack) -> dict[int, dict[int, int]]:
+    """Return the layers of a stack that absorb others, with the factors of all layers in them."""
     return {layer: made for layer, made in stack.items() if made != {layer: 1}}
 
 

@@ -44,7 +44,7 @@ def runs_above(layers: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 
 def collapsed(stack: Stack, layer: int, merge: int) -> Stack:
-    """Apply LaCo's merge: `layer` absorbs the next `merge` layers of the stack, θ_l + Σ (θ_{l+k} − θ_l)."""
+    """Return the stack after LaCo's merge: `layer` absorbs the next `merge` layers, θ_l + Σ (θ_{l+k} − θ_l)."""
     numbers = list(stack)
     place = numbers.index(layer)
     taken = numbers[place + 1 : place + 1 + merge]

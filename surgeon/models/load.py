@@ -66,6 +66,7 @@ def stored_dtype(name: str) -> torch.dtype:
 
 
 def _torch(name: str) -> torch.dtype:
+    """Return the torch dtype called `name`."""
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype), name
     return found
@@ -259,6 +260,10 @@ def _whole_blocks(folder: CheckpointFolder) -> Iterator[None]:
     original = Fp8Dequantize._dequantize_one
 
     def dequantised(self: Any, quantized: Any, scales: Any, output_dtype: Any = None) -> Any:
+        """Dequantise a matrix padded to whole blocks, and cut the padding off again.
+
+        Other matrices, and matrices with one scale, are left to transformers.
+        """
         block = self.hf_quantizer.quantization_config.weight_block_size
         if quantized.dtype != torch.float8_e4m3fn or block is None or scales.numel() == 1:
             return original(self, quantized, scales, output_dtype)
@@ -390,7 +395,7 @@ def decoder_class(config: Mapping[str, Any]) -> str:
 
 
 def find_tokenizer(folder: Path) -> tuple[Any, str]:
-    """Return the tokenizer in `folder`, or None and the reason in words. Never runs code from the folder."""
+    """Return (tokenizer, "") for `folder`, or (None, the reason in words). Never runs code from the folder."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -429,11 +434,10 @@ def with_adapter(model: Any, adapter: Path, called: Callable[[str], str]) -> Any
 
 
 def find_processor(folder: Path) -> tuple[Any, str]:
-    """Return the processor of images and text in `folder`, or None and the reason in words.
+    """Return (processor of images and text, "") for `folder`, or (None, the reason in words).
 
-    Never runs the folder's code.
-
-    Its part for videos, which needs packages that images do not need, is left out.
+    Never runs the folder's code. The processor's part for videos, which needs packages that images do not need, is left
+    out.
     """
     from transformers import AutoProcessor, ProcessorMixin
 
@@ -460,6 +464,7 @@ def _without_videos() -> Iterator[None]:
     load, check = AutoVideoProcessor.__dict__["from_pretrained"], ProcessorMixin.check_argument_for_proper_class
 
     def checked(self: Any, name: str, part: Any) -> Any:
+        """Accept a missing part for videos; let transformers check every other part."""
         return None if part is None and name == "video_processor" else check(self, name, part)
 
     AutoVideoProcessor.from_pretrained = classmethod(lambda cls, *_, **__: None)

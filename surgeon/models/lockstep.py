@@ -72,9 +72,9 @@ class Forward:
         self._away = False
 
     def wait(self, request: Any) -> Any:
-        """Wait, in the forward's thread, until an Entry or a product (stored_matrix.py) is served.
+        """Wait, in the forward's thread, until `request`, an Entry or a product (stored_matrix.py), is served.
 
-        Raises the error if it failed.
+        Returns the request. Raises the exception with which serving it failed.
         """
         self.waiting = request
         self._back.release()
@@ -86,7 +86,7 @@ class Forward:
         return request
 
     def abandon(self) -> None:
-        """End the forward where it waits."""
+        """End the forward where it waits, and join its thread; do nothing where it is done or was never started."""
         if self._away:
             self._back.acquire()
         if self._thread.ident and not self.done:
@@ -100,6 +100,7 @@ class Forward:
         return self.passes, self.waiting.place
 
     def _run(self) -> None:
+        """Run the forward in its own thread; store its result, or the exception that it raised."""
         self._go.acquire()
         _running.forward = self
         try:
@@ -125,13 +126,17 @@ def run(
 ) -> None:
     """Run all forwards. `finished` gets each pair as soon as both are done; then their results are freed.
 
-    On each side, where several wait together, the order of `forwards` decides which run first. Raises the exception of
-    a forward, the base's first.
+    `multiply` computes the products that forwards wait for. On each side, where several wait together, the order of
+    `forwards` decides which run first. Raises the exception of a forward, the base's first.
     """
     threads = torch.get_num_threads()
     left = list(forwards)
 
     def resume(some: Sequence[Forward]) -> None:
+        """Let these forwards run on, then pass each pair that is done to `finished` and free its results.
+
+        Raises the exception of a forward that is done, the base's first.
+        """
         for forward in some:
             forward.resume()
         for number in dict.fromkeys(forward.pair for forward in some):
@@ -191,6 +196,7 @@ def returned_memory() -> Iterator[None]:
 
 
 def _glibc() -> Any:
+    """Return the C library on Linux, else None."""
     return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -220,7 +226,7 @@ def _return_memory() -> None:
 
 
 def _next(forwards: Sequence[Forward]) -> list[Forward]:
-    """Return the forwards that are served next, in order."""
+    """Return the waiting forwards that are served next, in order: first those that enter a layer, then products."""
     base, out = (_hindmost([each for each in forwards if each.side == side and not each.done]) for side in (0, 1))
     groups = [group for group in (out, base) if group]
     for group in groups:
@@ -233,7 +239,7 @@ def _next(forwards: Sequence[Forward]) -> list[Forward]:
 
 
 def _hindmost(forwards: Sequence[Forward]) -> list[Forward]:
-    """Return those of one model's forwards that wait for the same thing as the forward that is furthest behind."""
+    """Return the forwards of one model that wait for the same layer or matrix as the forward furthest behind."""
     if not forwards:
         return []
     last = min(forwards, key=lambda forward: forward.position)
@@ -243,7 +249,7 @@ def _hindmost(forwards: Sequence[Forward]) -> list[Forward]:
 
 
 def _few(forwards: Sequence[Forward]) -> list[Forward]:
-    """Return as many pairs as there is memory for their results, which are whole logits."""
+    """Return the first pairs for whose results (whole logits) there is memory, at least one pair."""
     found: list[Forward] = []
     room = _RESULT_BYTES
     for number in dict.fromkeys(forward.pair for forward in forwards):

@@ -201,4 +201,5 @@ def check_window(model: Any, window: int) -> None:
 
 
 def _plain(dtype: torch.dtype) -> str:
+    """Return a dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")

@@ -88,6 +88,7 @@ class StoredMatrix(Tensor):
         return self._placed(self._read(0, int(self.shape[0])))
 
     def _placed(self, stored: Tensor) -> Tensor:
+        """Return rows on the matrix's device and in its dtype."""
         return stored.to(self._device, self.dtype)
 
     @property
@@ -161,12 +162,12 @@ class Product:
         return self.inputs.numel() // self.inputs.shape[-1] * int(self.matrix.shape[0]) * self.inputs.element_size()
 
     def alike(self, other: Product) -> bool:
-        """Return whether the matrices may hold the same numbers, judged by their first row."""
+        """Return whether the matrices may hold the same numbers: as many columns, and the same first row."""
         mine, others = self.matrix, other.matrix
         return mine.shape[1] == others.shape[1] and _equal(mine._read(0, 1), others._read(0, 1))
 
     def equals(self, other: Product) -> bool:
-        """Return whether both products would have the same result if their matrices had the same numbers."""
+        """Return whether dtypes, inputs and biases of both products are equal; the matrices are not compared."""
         if (self.inputs.dtype, self.matrix.dtype) != (other.inputs.dtype, other.matrix.dtype):
             return False
         biases = (self.bias is None) == (other.bias is None)
@@ -174,22 +175,22 @@ class Product:
         return biases and torch.equal(self.inputs, other.inputs)
 
     def bias_of(self, first: int, behind: int) -> Tensor | None:
-        """Return the bias of a block of rows."""
+        """Return the bias for the matrix's rows from `first` up to, without, `behind`; None without a bias."""
         return None if self.bias is None else self.bias[first:behind]
 
     def of_zeros(self, first: int, behind: int) -> Tensor:
-        """Return the result columns for rows of zeros and finite inputs."""
+        """Return the result columns for a block of rows that are zeros, if the inputs are finite: only the bias."""
         made = self.inputs.new_zeros(*self.inputs.shape[:-1], behind - first)
         bias = self.bias_of(first, behind)
         return made if bias is None else made + bias
 
     def columns(self, first: int, behind: int) -> Tensor:
-        """Return the result columns of a block of rows."""
+        """Return the columns of the result that belong to a block of the matrix's rows."""
         assert self.result is not None
         return self.result[..., first:behind]
 
     def add(self, first: int, behind: int, made: Tensor) -> None:
-        """Store the result columns of a block of rows."""
+        """Store `made` as the columns of the result that belong to a block of the matrix's rows."""
         if behind - first == self.matrix.shape[0]:
             self.result = made
             return
@@ -237,14 +238,14 @@ class _Block:
         self._empty: dict[ReadRows, bool] = {}
 
     def placed(self, matrix: StoredMatrix) -> Tensor:
-        """Return the rows in a matrix's dtype, on its device."""
+        """Return the matrix's rows of this block in its dtype, on its device."""
         key = (matrix._read, matrix.dtype, matrix.device)
         if key not in self._placed:
             self._placed[key] = matrix._placed(self.read[matrix._read][1])
         return self._placed[key]
 
     def equal(self, one: ReadRows, other: ReadRows) -> bool:
-        """Return whether two matrices have the same numbers in this block."""
+        """Return whether two matrices (given by their readers) have the same rows with the same bytes in this block."""
         if one == other:
             return True
         if (one, other) not in self._equal:
@@ -253,7 +254,7 @@ class _Block:
         return self._equal[one, other]
 
     def empty(self, key: ReadRows) -> bool:
-        """Return whether the rows are zeros."""
+        """Return whether all bytes of this block of the matrix that `key` reads are zero."""
         if key not in self._empty:
             words = _words(self.read[key][1])
             self._empty[key] = not words[:1024].any() and not words.any()
@@ -280,4 +281,5 @@ def _words(stored: Tensor) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same dtype and the same bytes."""
     return one.dtype == other.dtype and torch.equal(_words(one), _words(other))

@@ -115,6 +115,7 @@ class StreamedModel:
 
     @property
     def _shown(self) -> str:
+        """Return the folder's path as printable text, for messages."""
         return printable(str(self.folder.path))
 
     def _stored_names(self) -> dict[str, tuple[str, ...]]:
@@ -180,6 +181,10 @@ class StreamedModel:
             layer.register_forward_hook(self._digest_output)
 
     def _hook(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], *, layer: bool) -> None:
+        """Have a unit's weights read before it runs and freed after it; `owners` are its modules by name.
+
+        With `layer` the unit is a decoder layer: forwards wait to enter it together, so that its weights are read once.
+        """
         slots = [
             (owner, key, f"{prefix}.{key}" if prefix else key)
             for prefix, owner in owners
@@ -197,6 +202,7 @@ class StreamedModel:
         inside, there = 0, False
 
         def fetch(_module: nn.Module, _args: Any) -> None:
+            """Read the unit's weights, unless they are loaded or the unit is skipped."""
             nonlocal inside, there
             forward, enter = lockstep.current(), 1
             if forward is not None and layer:
@@ -217,6 +223,7 @@ class StreamedModel:
             there = True
 
         def drop(_module: nn.Module, _args: Any, _result: Any) -> None:
+            """Free the unit's weights once no forward is inside."""
             nonlocal inside, there
             inside -= 1
             if inside <= 0:
@@ -285,6 +292,7 @@ class StreamedModel:
         return value
 
     def _placed(self, stored: Tensor, name: str) -> Tensor:
+        """Return a copy of a stored weight on the device, in the dtype of the computation."""
         # A new tensor: the mapped one is unaligned and would keep the file mapped.
         value = torch.empty(stored.shape, dtype=self._dtype_of(name), device=self.device)
         return value.copy_(stored)
@@ -316,6 +324,7 @@ class StreamedModel:
 
     @contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
+        """Yield an opened shard; an error while it is read becomes `failure`."""
         path = self.folder.path / file
         try:
             with safe_open(path, framework="pt") as shard:
@@ -324,12 +333,15 @@ class StreamedModel:
             raise self.failure(f"{printable(str(path))}: cannot be read: {first_line(error)}") from error
 
     def _digest_input(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the digest of a layer's input."""
         self._take(args[0] if args else kwargs["hidden_states"])
 
     def _digest_output(self, _layer: nn.Module, _args: Any, result: Any) -> None:
+        """Record the digest of a layer's output."""
         self._take(result[0] if isinstance(result, tuple) else result)
 
     def _take(self, hidden: Tensor) -> None:
+        """Append the digest of hidden states, of their first `digest_width` numbers, to those of this thread."""
         self._digests.taken = [*getattr(self._digests, "taken", []), _digest(hidden[..., : self.digest_width])]
 
 
@@ -342,10 +354,12 @@ class _StoredRows:
     stored: str
 
     def __call__(self, first: int, behind: int) -> Tensor:
+        """Return the rows from `first` up to, without, `behind`."""
         return self.model.rows(self.stored, first, behind)
 
 
 def _count_pass(_module: nn.Module, _args: Any) -> None:
+    """Count one more pass of the forward that runs in this thread, if there is one."""
     forward = lockstep.current()
     if forward is not None:
         forward.passes += 1

@@ -39,7 +39,10 @@ class BaseWithin:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Have the model compute as its base inside: in evaluation mode, without gradient, and without a cache."""
+        """Have the model compute as its base while the context is open, in evaluation mode and without gradient.
+
+        The caller must run it without a cache (`use_cache=False`).
+        """
         model, training = self.model, self.model.training
         with ExitStack() as back, torch.no_grad():
             back.callback(model.train, training)
@@ -72,6 +75,7 @@ class BaseWithin:
             )
 
     def _pass_over(self, back: ExitStack) -> None:
+        """Replace inserted layers in the decoder's list by modules that return their input, until `back` closes."""
         for passed in self.passed:
             back.callback(self.stack.__setitem__, passed.number, passed.layer)
             self.stack[passed.number] = passed
@@ -107,10 +111,14 @@ class _PassedOver(nn.Module):
         self.form: tuple[type[Any], int] | None = None
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the replaced layer."""
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the input (B T D), by itself or first in the form of the layer's output."""
+        """Return the input (B T D) in the form of the layer's output: by itself, or first in a tuple or list.
+
+        While `looks` is True, run the layer, record the form and return the layer's output.
+        """
         if self.looks:
             made = self.layer(hidden_states, *args, **kwargs)
             if isinstance(made, tuple | list):

@@ -71,12 +71,12 @@ class Tokenizer:
         return found
 
     def offsets(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text, and the characters that each covers. Only where `is_fast`."""
+        """Return (tokens of a text, (begin, end) of the characters that each covers). Only where `is_fast`."""
         ids, places = self._ask("offsets", text, special)
         return ids, [(begin, end) for begin, end in places]
 
     def example(self, text: str, pair: str | None, most: int) -> tuple[list[int], list[int]]:
-        """Return the tokens of a text or of a pair, and to which text each token belongs (0 or 1).
+        """Return (tokens of a text or of a pair, the number of the text to which each token belongs: 0 or 1).
 
         The tokenizer joins a pair and adds its special tokens. There are at most `most` tokens; the longer text is
         truncated first.
@@ -142,6 +142,7 @@ class Tokenizer:
         return found
 
     def _ask(self, method: str, *arguments: Any) -> Any:
+        """Return the child process's answer. Raises BadInput naming the file where a limit is reached or it fails."""
         # The file to name in the error of a method.
         names = {"render": _TEMPLATE_FILES, "picture": PROCESSOR_FILES}.get(method, TOKENIZER_FILES)
         name = next((name for name in names if (self.folder / name).is_file()), names[-1])
@@ -160,7 +161,7 @@ _ADVICE = "no honest one does that: look at the file, or take the original model
 
 
 def open_tokenizer(folder: Path) -> tuple[Tokenizer | None, str]:
-    """Return the tokenizer in `folder`, or None and the reason in words. Never runs code from the folder.
+    """Return (tokenizer, "") for `folder`, or (None, the reason in words). Never runs code from the folder.
 
     Raises BadInput for one that reaches a limit while it is loaded.
     """
@@ -175,11 +176,9 @@ def open_tokenizer(folder: Path) -> tuple[Tokenizer | None, str]:
 
 
 def open_processor(folder: Path) -> tuple[Tokenizer | None, str]:
-    """Return the processor of images and text in `folder`, or None and the reason in words.
+    """Return (processor of images and text, "") for `folder`, or (None, the reason in words).
 
-    Never runs the folder's code.
-
-    Raises BadInput for one that reaches a limit while it is loaded.
+    Never runs the folder's code. Raises BadInput for one that reaches a limit while it is loaded.
     """
     # Imported here, so that child processes do not have to import it.
     import transformers.models.auto.processing_auto  # noqa: F401
@@ -216,6 +215,7 @@ class _Added:
 
     @classmethod
     def of(cls, backend: Any) -> _Added:
+        """Return the added tokens of a fast tokenizer's backend."""
         tokens = {token.content: token for token in backend.get_added_tokens_decoder().values() if token.content}
         first = "".join(re.escape(each) for each in sorted({content[0] for content in tokens}))
         lengths = sorted({len(content) for content in tokens}, reverse=True)
@@ -231,6 +231,7 @@ class _Added:
                 yield words[0][1:]
 
     def _parts(self, text: str) -> list[str]:
+        """Split a text at added tokens; return the parts between them, without the spaces that they strip."""
         found: list[str] = []
         begin = at = 0
         while self.first is not None and (match := self.first.search(text, at)):
@@ -248,6 +249,7 @@ class _Added:
 
 
 def _facts(tokenizer: Any) -> dict[str, Any]:
+    """Return what `Tokenizer` keeps of a tokenizer: special ids, template, control tokens, whether it is fast."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = template.get("default")
@@ -264,6 +266,7 @@ def _facts(tokenizer: Any) -> dict[str, Any]:
 
 
 def _answer(tokenizer: Any, why_not: str, method: str, *arguments: Any) -> Any:
+    """Return the answer of a loaded tokenizer, or of a processor, to a method of `Tokenizer`; runs in the child."""
     match method, arguments:
         case "facts", []:
             return _facts(tokenizer), why_not
@@ -350,7 +353,7 @@ def with_picture(processor: Any) -> dict[str, Tensor]:
 
 
 def _wanted(processor: Any) -> tuple[int, int]:
-    """Return the height and width that the processor makes of any picture, or those of ours."""
+    """Return the (height, width) that the processor makes of any picture; `_SIZE` where it states none."""
     size = getattr(processor.image_processor, "size", None)
     found = [size[key] for key in ("height", "width") if key in size] if isinstance(size, Mapping) else []
     if len(found) != 2 or not all(type(each) is int and 0 < each <= _LARGEST for each in found):
@@ -375,6 +378,6 @@ def _prompts(processor: Any) -> Iterator[str]:
 
 
 def _has_placeholder(processor: Any, inputs: Mapping[str, Tensor]) -> bool:
-    """Return whether the prompt has the tokens that the image replaces, as far as the processor names them."""
+    """Return whether the prompt has a token that the image replaces; True where the processor names no such tokens."""
     tokens = [token for token in getattr(processor, "image_token_ids", None) or () if isinstance(token, int)]
     return not tokens or bool(torch.isin(inputs["input_ids"], torch.tensor(tokens)).any())

@@ -112,6 +112,7 @@ def check_ids(ids: Sequence[int], tokenizer: Tokenizer, *, rows: int) -> None:
 
 
 def _token_stream(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[int]:
+    """Yield the tokens of documents, with the end-of-sequence token (if there is one) between two documents."""
     between = False
     for document in documents:
         encoded = tokenizer.ids(document, special=False)
@@ -137,6 +138,7 @@ def documents_of(path: Path, characters: int | None = None) -> Iterator[str]:
 
 
 def _plain(path: Path, shown: str, characters: int | None) -> Iterator[str]:
+    """Yield a text file as one document, cut after `characters` (None: uncut). Raises BadInput."""
     try:
         with path.open(encoding="utf-8") as file:
             content = file.read(MAX_DOCUMENT_BYTES + 1 if characters is None else min(characters, MAX_DOCUMENT_BYTES))
@@ -150,6 +152,7 @@ def _plain(path: Path, shown: str, characters: int | None) -> Iterator[str]:
 
 
 def _json_lines(path: Path, shown: str) -> Iterator[str]:
+    """Yield the text of each line of a .jsonl file that is not empty. Raises BadInput naming the line."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(text_lines(file, str(path)), start=1):
@@ -160,6 +163,7 @@ def _json_lines(path: Path, shown: str) -> Iterator[str]:
 
 
 def _text_of(line: bytes, where: str) -> str:
+    """Return the "text" of a line of JSON. Raises BadInput where it is missing, no string, or not valid Unicode."""
     entry = parsed(line, where, 'expected {"text": "…"}')
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
         raise BadInput(f'{where}: no "text" that is a string; expected {{"text": "…"}}')

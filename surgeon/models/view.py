@@ -109,7 +109,7 @@ def view_of_tokenizer(folder: Path, *, images: bool = False) -> Iterator[Path]:
 
 
 def _beside(folder: Path, listing: Mapping[str, int]) -> dict[str, Any]:
-    """Return the settings in which transformers looks for the name of a class, as far as they can be read."""
+    """Return the settings in which transformers looks for a class's name; unreadable files count as empty."""
     found: list[dict[str, Any]] = []
     for name in (CONFIG_FILE, _SETTINGS[0]):
         content = b""
@@ -153,6 +153,7 @@ def _parts(value: Any) -> Any:
 
 
 def _opens_files(key: str) -> bool:
+    """Return whether the setting `key` may make transformers open a file or run code; private settings count."""
     return key.startswith("_") or key.endswith(("_file", "_files")) or key in _LOADING
 
 
@@ -170,7 +171,7 @@ _SORTS = {
 
 
 def _is_of(name: Any, sort: str) -> bool:
-    """Return whether a setting names a class of the sort, or nothing that transformers has."""
+    """Return whether a setting names a class derived from `sort`; True also for None and for unknown names."""
     import transformers
 
     if not isinstance(name, str):
@@ -180,6 +181,7 @@ def _is_of(name: Any, sort: str) -> bool:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write settings as a JSON file."""
     path.write_text(json.dumps(content), encoding="utf-8")
 
 

@@ -124,7 +124,7 @@ class GatedLayer(UpcycledLayer):
         return True
 
     def _pay(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Compute the keys and values that this layer owes to the caches among its arguments."""
+        """Compute the keys and values that this layer owes to the caches among its arguments, if there are any."""
         for cache in (each for each in (*args, *kwargs.values()) if self.owing and isinstance(each, DynamicCache)):
             for place, owner in self.owing.items():
                 entry = cache.layers[place] if place < len(cache.layers) else None
@@ -149,12 +149,13 @@ def _keeps_nothing(graft: Graft, surgery: Surgery) -> bool:
 
 
 def _run_off(call: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a call with all grafts switched off."""
     with in_flow(_OFF):
         call(*args, **kwargs)
 
 
 def _kept_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any, tuple[Any, ...]]:
-    """Return whether a layer with these arguments may be skipped, their cache, and the arguments to keep.
+    """Return (whether a layer with these arguments may be skipped, their cache or None, the arguments to keep).
 
     In the arguments to keep, `_CACHE` replaces the cache.
     """
@@ -251,10 +252,12 @@ def _paid(cache: Any, entry: Any, run: Any, modules: Sequence[nn.Module]) -> Non
 
 
 def _with_cache(given: Any, cache: Any) -> Iterator[Any]:
+    """Yield kept arguments, with `cache` in place of `_CACHE`."""
     for each in given:
         yield cache if isinstance(each, str) and each == _CACHE else each
 
 
 def _update(entry: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Append keys and values to an entry, without the layer's index; then end the late call by raising `_Made`."""
     entry.update(keys, values, *args[1:], **{name: each for name, each in kwargs.items() if name != "layer_idx"})
     raise _Made

@@ -54,6 +54,7 @@ class ControlRules(GraftRules):
         return by_layer([self._block(entry) for entry in raw.get("control", ())], "control")
 
     def _block(self, entry: Mapping[str, Any]) -> ControlSpec:
+        """Return the settings of one control block. Raises ValueError for a key that is not known."""
         interpolator = built(InterpolatorSpec, entry.get("interpolator", {}), "interpolator")
         divergence = built(DivergenceSpec, entry.get("divergence", {}), "divergence")
         return built(ControlSpec, {**entry, "interpolator": interpolator, "divergence": divergence}, "control")

@@ -72,6 +72,7 @@ class WithSlots(nn.Module):
         return grown
 
     def _product(self, x: Tensor, group: tuple[SlotSpec, ...], routing: Tensor | None) -> Tensor:
+        """Return what the slots of a group add for x: … out; without `routing` weighed only by their scale."""
         downs, ups = zip(*(self.slots[str(spec.slot)]() for spec in group), strict=True)
         down = downs[0] if len(downs) == 1 else torch.cat(downs)
         up = ups[0] if len(ups) == 1 else torch.cat(ups, dim=1)

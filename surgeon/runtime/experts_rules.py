@@ -150,6 +150,7 @@ class ExpertRules(GraftRules):
 
 
 def _experts(entry: Mapping[str, Any]) -> ExpertsSpec:
+    """Return the slots of an entry of `experts`. Raises ValueError for a key that is not known."""
     slots = tuple(
         built(SlotSpec, dict(slot) | {"targets": tuple(slot.get("targets", ()))}, "slot")
         for slot in entry.get("slots", ())
@@ -158,6 +159,7 @@ def _experts(entry: Mapping[str, Any]) -> ExpertsSpec:
 
 
 def _columns(entry: Mapping[str, Any]) -> RouterSpec:
+    """Return the columns of an entry of `expert_router`. Raises ValueError for a key that is not known."""
     slots = tuple(built(RouterSlotSpec, slot, "expert_router slot") for slot in entry.get("slots", ()))
     return built(RouterSpec, dict(entry) | {"slots": slots}, "expert_router")
 
@@ -175,6 +177,7 @@ def _joined(entries: list[ExpertsSpec]) -> dict[int, ExpertsSpec]:
 
 
 def _router(entries: list[RouterSpec]) -> RouterSpec | None:
+    """Join the router's entries; None without entries. Raises ValueError where they name several layers."""
     if not entries:
         return None
     layers = {entry.layer for entry in entries}

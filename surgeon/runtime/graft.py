@@ -80,7 +80,7 @@ def gated_beside(graft: Graft, block: Any, x: Tensor, output: Tensor, frame: Flo
 def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:
     """Return `grown` where `on` (B T, bool) is true, else `native`, bit for bit: B T · or one row for each token, both.
 
-    Raises RuntimeError where `on` is None and the two differ, as the gate has not decided.
+    Raises RuntimeError where `on` is None, as the gate has not decided, unless both are one tensor object.
     """
     if grown is native:
         return native

@@ -35,7 +35,7 @@ def in_flow(flow: Flow | None) -> Iterator[None]:
 
 
 def one_tensor(made: Any) -> tuple[Tensor, Any]:
-    """Split what a module returned into its output tensor and the rest; None: it returned only a tensor."""
+    """Return (output tensor, rest) of what a module returned; the rest is None where that was only a tensor."""
     return (made[0], made[1:]) if isinstance(made, tuple | list) else (made, None)
 
 
@@ -175,5 +175,6 @@ class UpcycledLayer(nn.Module):
 
 
 def _run(hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: nn.Module) -> Tensor:
+    """Run another layer on the arguments of this one."""
     output: Tensor = layer(hidden_states, *args, **kwargs)
     return output

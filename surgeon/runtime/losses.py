@@ -31,7 +31,7 @@ EVALUATING = (
 
 
 def tell(message: str) -> None:
-    """Warn once with `message`, in a forward with gradients that no compiler records."""
+    """Warn once with `message`; do nothing without gradients, or while a compiler records the forward."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         logger.warning_once(message)
 
@@ -39,7 +39,7 @@ def tell(message: str) -> None:
 def open_flow(surgery: Surgery, given: Mapping[str, Any], domain_ids: Tensor | None) -> Flow:
     """Return the flow of a training step; its `valid` is None where no auxiliary loss applies.
 
-    `given` are the forward's arguments by name.
+    `given` are the forward's arguments by name. Warns once where losses need `domain_ids` and there are none.
     """
     inputs, mask, domains = given_tokens(given, domain_ids)
     flow, by_domain = Flow(domains=domains), surgery.needs_domains()
@@ -51,9 +51,9 @@ def open_flow(surgery: Surgery, given: Mapping[str, Any], domain_ids: Tensor | N
 
 
 def given_tokens(given: Mapping[str, Any], domain_ids: Tensor | None) -> tuple[Tensor, Any, Tensor | None]:
-    """Return a forward's token ids or embeddings, whichever were given, their mask, and each token's domain, B T.
+    """Return (token ids or embeddings, whichever were given, their mask, each token's domain, B T).
 
-    The domains are None without `domain_ids`.
+    Of several masks it is the one for full attention. The domains are None without `domain_ids`.
     """
     inputs: Tensor = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
     mask = given.get("attention_mask")

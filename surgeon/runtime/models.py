@@ -35,6 +35,7 @@ class UpcycledPreTrained(PreTrainedModel):
         raise ValueError("layers with grafts run in one process alone; set pipeline_parallel_size to 1")
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the dtypes of modules that are not loaded in `dtype`; grafts' tensors always are."""
         # A native model lists what stays in float32 by names such as `gate`, which modules of grafts may have too.
         plan: dict[str, Any] = super()._get_dtype_plan(dtype)
         left = self._left_by_quantisers()
@@ -53,6 +54,7 @@ class UpcycledPreTrained(PreTrainedModel):
         self.__dict__["kept_in_fp32"] = kept
 
     def _left_by_quantisers(self) -> set[str]:
+        """Return the names of modules of grafts' classes, which quantisers must not replace."""
         replaces = tuple(kind for graft in self.surgery.rules for kind in graft.replaces)
         held = self.named_modules()
         return {name for name, module in held if isinstance(module, replaces) or hasattr(module, "spanning")}
@@ -106,6 +108,7 @@ class UpcycledPreTrained(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        """Fill a module's tensors that no checkpoint has filled."""
         if isinstance(module, Leaf):
             module.initialise()
         else:
@@ -179,6 +182,7 @@ def grafted_forward(native: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(native)
     def forward(self: Any, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any) -> Any:
+        """Run the native forward with grafts; `surgery_flow` is a flow that the caller wants to read."""
         given = dict(zip(names, args, strict=False)) | kwargs
         return self.run_grafted(partial(native, self), given, here.flow if surgery_flow is None else surgery_flow)
 

@@ -32,7 +32,8 @@ _ROUNDS = 20
 def kept_in(cache: Any, owner: str, *, asked: bool = True) -> Kept | None:
     """Return what the graft `owner` kept of earlier tokens in a cache; None: nothing.
 
-    Raises ValueError where `asked` is true and the cache holds tokens of which `owner` kept nothing.
+    Raises ValueError where `asked` is true and the cache holds tokens of which `owner` kept nothing (not checked while
+    a compiler records).
     """
     layers = _entries(cache)
     found: Kept | None = getattr(layers[0], "kept", {}).get(owner) if layers else None
@@ -53,7 +54,7 @@ def _entries(cache: Any) -> Any:
 def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
     """Append values of this forward's tokens to what `owner` keeps in the cache's first entry.
 
-    In a static cache the last token's values replace what was kept.
+    In a static cache the last token's values replace what was kept. Does nothing without a cache or values.
     """
     if not found or cache is None:
         return

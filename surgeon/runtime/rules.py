@@ -169,7 +169,10 @@ def refuse_engine(config: Any, what: str, instead: str) -> None:
 
 
 def engine_ranks(config: Any) -> int:
-    """Return the number of processes over which vLLM or SGLang splits matrices; 1 elsewhere."""
+    """Return the number of processes over which vLLM or SGLang splits matrices; 1 elsewhere.
+
+    Raises ValueError where the engine's release lacks the module that knows this number.
+    """
     modules = {"vllm": "vllm.distributed.parallel_state", "sglang": "sglang.srt.distributed.parallel_state"}
     # The engine is recognised by the attention's name; a name with `/` is a kernel from the Hub.
     engine = str(getattr(config, "_attn_implementation", None))

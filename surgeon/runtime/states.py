@@ -265,7 +265,7 @@ def _rows(
 
 
 def site_control(site: int, x: Tensor, frame: Flow | None) -> Tensor:
-    """Return what a site adds to its block's output in this forward: B T D. `x` is the block's input."""
+    """Return what a site adds to its block's output: B T D, for its input `x`. RuntimeError outside its layer."""
     if frame is None or frame.mixing is None:
         raise RuntimeError("a block with a control state was called outside its layer, which brings the bank")
     mixing: Mixing = frame.mixing
@@ -273,7 +273,7 @@ def site_control(site: int, x: Tensor, frame: Flow | None) -> Tensor:
 
 
 def choose(shown: Tensor, ranking: Tensor, spec: MixtureSpec) -> tuple[Tensor, Tensor]:
-    """Return the K control states of greatest `ranking` and their weights, … K both (Eq. 10).
+    """Return (numbers of the K control states of greatest `ranking`, their weights), … K both (Eq. 10).
 
     The weights are the probabilities `shown` of the chosen, scaled to sum to one. With K = 1 the weight is always 1, so
     that the task's loss would give the gate no gradient; with `straight_through` the weights also have the gradient of

@@ -104,6 +104,7 @@ class TwinnedModel(UpcycledModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        """Fill a module's tensors that no checkpoint has filled; twins get their layers' unsaved buffers."""
         super()._init_weights(module)
         if module is self:
             # A native model may fill buffers by a loop over its layers, which does not reach their twins.

@@ -22,7 +22,7 @@ def product(left_NK: Tensor, right_KM: Tensor, bias_M: Tensor | None = None) -> 
 
 @functools.cache
 def _one_dnn() -> Callable[..., Tensor] | None:
-    """Return torch's linear through oneDNN, tried once; None where `mm` suits this build or processor better.
+    """Return torch's linear through oneDNN; None where it is absent, fails a small trial, or the CPU lacks AVX.
 
     The operator belongs to torch but is not public: in a version that drops or changes it, `mm` is used.
     """
@@ -86,7 +86,7 @@ def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int = _BLOCK_ELEMEN
 def _repair(
     squared: Tensor, x_norm: Tensor, y_norm: Tensor, x: Tensor, y: Tensor, centre: Tensor, block_elements: int
 ) -> None:
-    """Recompute entries that lost digits.
+    """Recompute in place the entries of a block of squared distances that lost digits by cancellation.
 
     One reduction finds the rows where that is possible; mostly there are none.
     """
@@ -103,7 +103,7 @@ def _repair(
 
 
 def _recompute_pairs(squared: Tensor, row: Tensor, column: Tensor, x: Tensor, y: Tensor, block_elements: int) -> None:
-    """Compute squared distances of pairs from differences of the rows as given (exact where the two are near)."""
+    """Replace entries (row, column) by squared distances from differences of rows, exact where both rows are near."""
     step = max(1, block_elements // x.shape[1])
     for start in range(0, len(row), step):
         i, j = row[start : start + step], column[start : start + step]
@@ -111,7 +111,7 @@ def _recompute_pairs(squared: Tensor, row: Tensor, column: Tensor, x: Tensor, y:
 
 
 def _recompute_block(squared: Tensor, x: Tensor, y: Tensor, centre: Tensor) -> None:
-    """Compute the whole block in float64, where the same cancellation leaves nine digits more."""
+    """Replace the whole block, computed in float64, where the same cancellation leaves nine digits more."""
     wide_x, wide_y = x.double() - centre.double(), y.double() - centre.double()
     wide = torch.addmm(wide_y.square().sum(1), wide_x, wide_y.T, alpha=-2)
     wide += wide_x.square().sum(1, keepdim=True)

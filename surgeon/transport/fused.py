@@ -35,6 +35,7 @@ def block_of(m: int) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sweep_kernel(kernel, v, partial, n, m, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Add up u · K by columns over a program's rows, for u = (1/n) / (K v); store the sums in `partial`."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < m
@@ -52,6 +53,7 @@ def _sweep_kernel(kernel, v, partial, n, m, tiles, ROWS: tl.constexpr, BLOCK: tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _minima_kernel(cost, g, f, partial, n, m, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Store f, the least C − g of each row, and the least C − g − f of each column over a program's rows."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < m
@@ -69,6 +71,7 @@ def _minima_kernel(cost, g, f, partial, n, m, tiles, ROWS: tl.constexpr, BLOCK: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exp_kernel(cost, g, f, shift, scale, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Replace C by exp((C − g − f − shift) · scale)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = columns < m
@@ -83,6 +86,7 @@ def _exp_kernel(cost, g, f, shift, scale, n, m, ROWS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _finish_kernel(kernel, v, of_rows, partial, factor, n, m, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Replace K by `factor` · T; store u, masses and Σ T log K of each row, and column masses in `partial`."""
     # `of_rows` is (3, n): u, the rows' masses and their Σ T log K.
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -134,6 +138,7 @@ def _on(matrix: Tensor) -> torch.cuda.device_of:
 
 
 def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Replace the cost by K; return f (n) and shift (m), as `Passes` describes."""
     n, m = cost_NM.shape
     launch = _Launch(cost_NM)
     f_N = cost_NM.new_empty(n)
@@ -148,6 +153,7 @@ def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, 
 
 
 def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
+    """Return Kᵀu for u = (1/n) / (K v), (m), in float64."""
     n, m = kernel_NM.shape
     launch = _Launch(kernel_NM)
     with _on(kernel_NM):
@@ -167,6 +173,7 @@ def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
 
 
 def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
+    """Replace K by `factor` · T; return the sums computed on the way."""
     n, m = kernel_NM.shape
     launch = _Launch(kernel_NM)
     of_rows_3N = kernel_NM.new_empty(3, n)

@@ -127,6 +127,7 @@ class _Within:
 
 
 def _map_within(squared_GAGA: Tensor, rows: int, settings: TransportSettings) -> _Within:
+    """Solve the maps between query heads within every pair of groups; with one head per group there is no choice."""
     groups, group = squared_GAGA.shape[:2]
     plans = torch.ones_like(squared_GAGA, dtype=torch.float64)
     if group == 1:
@@ -164,6 +165,7 @@ def _head_map(
 
 
 def _query_parts(source: AttentionWeights, target: AttentionWeights) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return the (source, target) matrices by which query heads are compared: Q, and O's columns if both have O."""
     if source.output is None or target.output is None:
         return ((source.query, target.query),)
     return ((source.query, target.query), (source.output.T, target.output.T))
@@ -188,6 +190,7 @@ def _squared(parts: tuple[tuple[Tensor, Tensor], ...], heads: int, device: torch
 
 
 def _check_layout(n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+    """Raise ValueError for sizes below 1, or for query heads that cannot share key heads evenly."""
     if min(n_heads, n_kv_heads, head_dim) < 1:
         raise ValueError(f"heads need positive sizes, not {n_heads} heads, {n_kv_heads} key heads of {head_dim}")
     if n_heads % n_kv_heads:
@@ -195,6 +198,7 @@ def _check_layout(n_heads: int, n_kv_heads: int, head_dim: int) -> None:
 
 
 def _check_shapes(weights: AttentionWeights, query_rows: int, key_rows: int) -> None:
+    """Raise ValueError where a projection is no matrix, or has not the number of rows that the heads need."""
     for name, tensor, rows in (
         ("query", weights.query, query_rows),
         ("key", weights.key, key_rows),

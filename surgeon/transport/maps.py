@@ -32,6 +32,7 @@ class TransportSettings:
     tolerance: float = 1e-6
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a setting out of range."""
         if not (math.isfinite(self.reg) and 0 < self.reg <= 1e12):
             raise ValueError(f"reg must be a finite number above 0 and at most 1e12, not {self.reg}")
         if self.solver not in ("sinkhorn", "emd"):

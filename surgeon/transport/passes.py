@@ -41,6 +41,7 @@ class Passes:
 
 
 def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Replace the cost by K; return f (n) and shift (m), as `Passes` describes."""
     f_N = torch.empty_like(cost_NM[:, 0])
     shift_M = torch.full_like(g_M, math.inf)
     for rows in blocks(cost_NM):
@@ -55,6 +56,7 @@ def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, 
 
 
 def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
+    """Return Kᵀu for u = (1/n) / (K v), (m), in float64."""
     n = len(kernel_NM)
     # float64, because it sums many blocks.
     column_sum_M = torch.zeros_like(v_M, dtype=torch.float64)

@@ -87,12 +87,10 @@ _CHECK_EVERY_ON_DEVICE = 10
 
 @dataclass
 class _State:
-    """The current state:
+    """The solver's state: K in the cost's buffer, references f and g, and x = log v of K's columns.
 
-    K in the cost's buffer, references f, g in the scaled cost's unit, and x = log v of K's columns.
-
-    x is in float64: in float32 its rounding alone, relative to the size of a logarithm, would move the sums by more
-    than 1e-6.
+    f and g are in the scaled cost's unit. x is in float64: in float32 its rounding alone, relative to the size of a
+    logarithm, would move the sums by more than 1e-6.
     """
 
     kernel_MN: Tensor
@@ -308,6 +306,7 @@ def _works(device: torch.device, block: int) -> bool:
 
 
 def _agree(tried: Passes, known: Passes, device: torch.device, m: int) -> bool:
+    """Return whether two implementations of the passes compute the same on three rows of `m` numbers."""
     cost = torch.linspace(0, 1, 3 * m, device=device).mul_(40).sin_().view(3, m)
     found = []
     for passes in (tried, known):

@@ -127,6 +127,7 @@ def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> 
     del cost
 
     def make_scaled_cost() -> Tensor:
+        """Return the cost divided by its unit; the first call reuses the cost computed above."""
         # The first cost exists already; later ones are computed again, so that only one buffer of this size exists at a
         # time.
         made = first.pop() if first else make_cost()
@@ -143,6 +144,7 @@ def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> 
 
 
 def _solve(source: Tensor, target: Tensor, settings: TransportSettings, blocks: dict[str, int]) -> TransportMap:
+    """Solve once; `blocks` are options for `distances`."""
     return solve_cost(lambda: distances(target, source, **blocks), settings)
 
 
@@ -160,15 +162,15 @@ def check_rows(source: Tensor, target: Tensor) -> None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out:
+    """Return whether an exception means that memory ran out.
 
-    CUDA has an exception class for it, on the CPU torch raises a plain RuntimeError.
+    CUDA has an exception class for this; on the CPU torch raises a plain RuntimeError.
     """
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _bytes_needed(source: Tensor, target: Tensor, dtype: torch.dtype, where: torch.device) -> int:
-    """Return the memory of the map, of both inputs centred, and of inputs that must be converted or moved."""
+    """Return the bytes for the map, both centred inputs, and copies of inputs that must be converted or moved."""
     n, m, d = len(source), len(target), source.shape[1]
     moved = source.dtype != dtype or source.device != where
     return dtype.itemsize * (n * m + (2 if moved else 1) * (n + m) * d)
@@ -212,6 +214,7 @@ def _squared_distances(source_ED: Tensor, target_ED: Tensor) -> np.ndarray:
 
 
 def _assign(cost: np.ndarray) -> np.ndarray:
+    """Return for each row the column of the assignment with the least total cost."""
     from scipy.optimize import linear_sum_assignment
 
     _, columns = linear_sum_assignment(cost)
