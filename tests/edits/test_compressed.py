@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -72,7 +73,11 @@ def test_it_is_what_was_packed_and_what_transformers_reads(case: str, tmp_path: 
         opened = CompressedTensorsConfig(dequantize=True)
         theirs = AutoModelForCausalLM.from_pretrained(base, dtype="auto", quantization_config=opened).state_dict()
         ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
-        assert theirs.keys() == ours.keys() and all(torch.equal(value, ours[name]) for name, value in theirs.items())
+        # Before 5.23 modules keep their scales, and are opened as they run.
+        if not (transformers.__version__ < "5.23" and any(name.endswith("_scale") for name in theirs)):
+            assert theirs.keys() == ours.keys() and all(
+                torch.equal(value, ours[name]) for name, value in theirs.items()
+            )
         verified = surgeon.verify(base, tmp_path / "out", device="cpu", window=16, windows=1)
         assert verified.holds and verified.identical
     else:
