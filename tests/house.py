@@ -99,8 +99,10 @@ class House:
         An f-string is one token, as it is before Python 3.12.
         """
         found: dict[str, list[int]] = {}
-        for module, file in self.modules.items():
-            docstrings = {(node.lineno, node.col_offset) for node in self.docstrings[module]}
+        # The stub of the facade, which has the public names, counts as well.
+        stub = {f"{self.package.name}.__init__": self.package / "__init__.pyi"}
+        for module, file in (self.modules | {name: path for name, path in stub.items() if path.is_file()}).items():
+            docstrings = {(node.lineno, node.col_offset) for node in self.docstrings.get(module, ())}
             lines, inside = found.setdefault(module, []), 0
             for each in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
                 inside -= tokenize.tok_name[each.type] == "FSTRING_END"

@@ -272,7 +272,7 @@ class Repeated:
         return self._shown
 
     def identity(self) -> list[Any]:
-        """Raise NotImplementedError: no run is continued on a sample of a text."""
+        """Raise NotImplementedError: a run is never resumed on a sample, so it needs no identity."""
         raise NotImplementedError
 
 

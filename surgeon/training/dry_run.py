@@ -123,18 +123,7 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         mean, count = look.tokens / len(numbers), len(stream.numbers)
         tokens = share * settings.steps * settings.batch * (settings.length if run.objective.packs else mean)
         passes = tokens / (mean * count) if mean else 0.0
-        sources.append(
-            SourceTokens(
-                stream.name,
-                share,
-                count,
-                mean,
-                look.counted,
-                round(tokens),
-                passes,
-                look.labels,
-            )
-        )
+        sources.append(SourceTokens(stream.name, share, count, mean, look.counted, round(tokens), passes, look.labels))
         samples += [look.sample] if share else []
         listener.advance(1)
     total = sum(source.run_tokens for source in sources)

@@ -132,16 +132,7 @@ def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: S
                     without = max(packed.changed(runs, packed.kept, training=mode) for mode in (True, False))
     let_go(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    return Isolation(
-        dtype,
-        training,
-        evaluation,
-        without,
-        leaking,
-        alone,
-        tolerance,
-        layer,
-    )
+    return Isolation(dtype, training, evaluation, without, leaking, alone, tolerance, layer)
 
 
 class _Documents:

@@ -435,7 +435,7 @@ def check_learns(model: Any, ids: Tensor, blueprint: Blueprint, *, encoder: bool
     names = set(model.freeze_base())
     made_by = [note.operation for layer in blueprint.layers for note in layer.grafts if note.operation is not None]
     if not names and any(blueprint.operations[number].trains == "new" for number in made_by):
-        raise BadInput("the output's `freeze_base` names nothing of what is new, so it would never learn")
+        raise BadInput("the output's `freeze_base` names no new parameter, so training would leave them all out")
     new = {name: value for name, value in model.named_parameters() if name in names}
     # An earlier surgery's grafts may stay frozen. A gate may happen to be shut for all of these tokens; with the
     # opposite signs it is open for some.

@@ -137,3 +137,15 @@ def test_below_the_lowest_layers_an_init_makes_layers_or_refuses(kind: str, base
 def test_an_init_that_is_not_in_the_table_is_refused_with_those_that_are_near(base: Path) -> None:
     with pytest.raises(BadInput, match="unknown kind `ot_fuse`; did you mean `ot_fusion`"):
         drawn(base, "ot_fuse", "all")
+
+
+def test_an_average_is_the_mean_of_both_sides(base: Path, tmp_path: Path) -> None:
+    """In float64, of every tensor that is not zeros so that the layer is silent."""
+    out = tmp_path / "out"
+    entry = "{op: insert_layers, where: {after: [1]}, init: {kind: average}, zero_init: false}"
+    plan = f"surgeon: 1\noperations:\n  - {entry}\n"
+    surgeon.apply(parse_plan(plan), base, out)
+    before, after = weights(base), weights(out)
+    for name in (name for name in after if name.startswith("model.layers.2.")):
+        one, other = (before[name.replace("layers.2.", f"layers.{layer}.")].double() for layer in (1, 2))
+        assert torch.equal(after[name], ((one + other) / 2).to(after[name].dtype)), name

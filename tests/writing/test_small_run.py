@@ -350,7 +350,7 @@ def test_a_graft_that_no_gradient_reaches_is_refused(tmp_path: Path, monkeypatch
 def test_a_graft_that_training_would_leave_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama")
     code(b"names = dict.fromkeys(self.graft_parameter_names())", b"names = {}")(monkeypatch)
-    with pytest.raises(BadInput, match="`freeze_base` names nothing of what is new"):
+    with pytest.raises(BadInput, match="`freeze_base` names no new parameter"):
         surgeon.apply(plan_of(tmp_path, {"op": "gated_adapters", "layers": [1], "size": 4}), base, tmp_path / "out")
 
 

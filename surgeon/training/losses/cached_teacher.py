@@ -109,13 +109,7 @@ class CachedTeacher:
         return sum((self.work / name).lstat().st_size for name in (SAID_FILE, INDEX_FILE))
 
     def record(
-        self,
-        preserving: Preserving,
-        *,
-        micro_batch: int,
-        device: torch.device,
-        ranks: Ranks,
-        listener: Listener,
+        self, preserving: Preserving, *, micro_batch: int, device: torch.device, ranks: Ranks, listener: Listener
     ) -> None:
         """Record the base's predictions unless the files are complete; afterwards the mixture is in the same state.
 

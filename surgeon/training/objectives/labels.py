@@ -105,13 +105,7 @@ class Labels(Objective):
 
         length, vocabulary = prepared.settings.length, prepared.anatomy.sizes.vocabulary
         examples = ExampleEncoder(encoder.tokenizer, prepared.out.config, length=length, vocabulary=vocabulary)
-        return ExampleStream(
-            source.name,
-            documents,
-            numbers,
-            prepared.loaded.config.seed,
-            examples,
-        )
+        return ExampleStream(source.name, documents, numbers, prepared.loaded.config.seed, examples)
 
     def held_out(
         self, stream: ExampleStream, documents: Corpus, numbers: Sequence[int], most: int, length: int

@@ -54,14 +54,7 @@ class NextTokens(Objective):
         """Return the stream of a source's packed sequences to train on."""
         config = prepared.loaded.config
         packer = Packer(prepared.settings.length, config.packing, config.domain_of(source))
-        return SourceStream(
-            source.name,
-            documents,
-            numbers,
-            config.seed,
-            encoder.of(source),
-            packer,
-        )
+        return SourceStream(source.name, documents, numbers, config.seed, encoder.of(source), packer)
 
     def held_out(
         self, stream: SourceStream, documents: Corpus, numbers: Sequence[int], most: int, length: int

@@ -116,14 +116,7 @@ class Kl(Remedy):
         if spec.cached is not None:
             how = f"what {self.within.shown} said before the first step"
             sequences = settings.steps * settings.batch
-            self.cached = CachedTeacher(
-                run.work,
-                spec.cached,
-                spec.on,
-                run.data.mixture,
-                sequences,
-                settings.length,
-            )
+            self.cached = CachedTeacher(run.work, spec.cached, spec.on, run.data.mixture, sequences, settings.length)
         elif self.within.apart:
             how = f"a frozen copy of {self.within.shown}"
             copy = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
