@@ -14,14 +14,11 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from surgeon.anatomy.anatomy import Anatomy
-from surgeon.anatomy.anatomy_cache import recalled
-from surgeon.anatomy.dissect import dissect_folder
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.common.check import Check
 from surgeon.common.formatting import show_layers
 from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
@@ -76,17 +73,6 @@ class LayerFacts(Facts):
     def becomes(self) -> dict[int, dict[int, int]]:
         """Return, for each layer that others are merged into, the factor of each layer in the sum."""
         return {int(layer): {int(of): by for of, by in made.items()} for layer, made in self.merged.items()}
-
-    def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
-        """Return the check that the layers recorded as silent are silent in the base.
-
-        Returns no check without a base, or where no layers are recorded as silent.
-        """
-        if base is None or not self.silent:
-            return []
-        wrong = {*self.silent} - {*silent_layers(base, dissect_folder(base, recalled))}
-        kept = f"{len(self.silent)} of the base's layers add nothing, as is said"
-        return [Check.of("silent layers", [f"layer {layer}" for layer in sorted(wrong)], "not as is said", kept)]
 
 
 class DropLayers(Operation):
