@@ -153,6 +153,7 @@ SPELLINGS = {
     "evaluate.base": _S(
         "the base, a folder or a Hub id; it is the first row, and others are compared with it", kind=str
     ),
+    "evaluate.answers": _S("compare answers with the first model's: shipped (prompts), or a file of prompts", "FILE"),
     "evaluate.prompts": _S("have each model answer this, greedily; may be given again", "TEXT", "--prompt"),
     "evaluate.answer_tokens": _S("most new tokens of an answer", least=1),
     "evaluate.sources": _S("evaluate on this source only; may be given again", option="--source"),

@@ -5,6 +5,7 @@ Torch is imported only when work begins, so that bad arguments are refused at on
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer: its text, its number of tokens, and whether the model ended it by itself."""
+    """An answer: its text, its token ids (without the one that ends it), and whether the model ended it by itself."""
 
     text: str
-    tokens: int
+    ids: tuple[int, ...]
     ended: bool
+
+    @property
+    def tokens(self) -> int:
+        """The number of its tokens."""
+        return len(self.ids)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: `text`, `tokens`, and `ended`, whether the model ended it by itself."""
+        return {"text": self.text, "tokens": self.tokens, "ended": self.ended}
 
 
 @dataclass(frozen=True)
@@ -40,18 +50,38 @@ class EncodedPrompts:
     ends: frozenset[int]
     prompter: Prompter
 
+    def answer(self, number: int, ids: Sequence[int], *, ended: bool) -> Answer:
+        """Return the answer to a prompt, by its number, from the tokens that a model wrote."""
+        words = self.prompter.words
+        text = words(ids, ended=ended)
+        if not self.chat:
+            # Decode prompt and answer together: decoding the answer alone may drop the space before its first word.
+            prompt = self.ids[number]
+            before, whole = words(prompt, ended=True), words([*prompt, *ids], ended=ended)
+            text = whole.removeprefix(before) if whole.startswith(before) else text
+        return Answer(text, tuple(ids), ended)
 
-def encode_prompts(prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: int = 64) -> EncodedPrompts:
+
+def encode_prompts(
+    prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: int = 64, chat: bool | None = None
+) -> EncodedPrompts:
     """Encode prompts by a checkpoint's tokenizer: as a user's turn where it has a chat template, else unchanged.
 
-    An answer may have `tokens` tokens, or fewer where the context has no more room. Raises BadInput where there is no
-    tokenizer, and for a prompt without tokens or without room for an answer.
+    An answer may have `tokens` tokens, or fewer where the context has no more room. `chat` decides for a checkpoint
+    whether prompts are turns; None: where it has a template. Raises BadInput where there is no tokenizer, no template
+    though `chat` asks for one, and for a prompt without tokens or without room for an answer.
     """
     from surgeon.data.generation import ANSWER, Prompter
     from surgeon.models.tokens import check_ids
 
     prompter = Prompter(checkpoint.folder)
-    chat = bool(prompter.tokenizer.chat_template)
+    templated = bool(prompter.tokenizer.chat_template)
+    if chat and not templated:
+        raise BadInput(
+            f"{printable(checkpoint.name)}: has no chat template, by which the first model is asked; copy"
+            " chat_template.jinja from there"
+        )
+    chat = templated if chat is None else chat
     ends = prompter.ends | ((prompter.end_of_turn(ANSWER) if chat else None) or set())
     context = checkpoint.context or sys.maxsize
     ids, most = [], []
@@ -72,24 +102,27 @@ def encode_prompts(prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: in
 
 
 def answer(
-    model: Any, prompts: EncodedPrompts, *, advance: Callable[[int], None] = lambda _prompts: None
+    model: Any,
+    prompts: EncodedPrompts,
+    *,
+    batch: int = 1,
+    advance: Callable[[int], None] = lambda _prompts: None,
 ) -> list[Answer]:
     """Let a loaded model answer each prompt (`encode_prompts`) by greedy decoding; return the answers in order.
 
-    Prompts are run one by one, so that no padding changes an answer. `advance` receives the number of prompts just
-    completed.
+    `batch` prompts of similar length are run at a time, the shorter ones padded; with 1, as the default is, no padding
+    changes an answer. `advance` receives the number of prompts just completed.
     """
     from surgeon.data.generation import continued
 
-    found = []
-    for ids, most in zip(prompts.ids, prompts.most, strict=True):
-        (turn,) = continued(model, [ids], set(prompts.ends), most)
-        words = prompts.prompter.words
-        text = words(turn.ids, ended=turn.ended)
-        if not prompts.chat:
-            # Decode prompt and answer together: decoding the answer alone may drop the space before its first word.
-            before, whole = words(ids, ended=True), words([*ids, *turn.ids], ended=turn.ended)
-            text = whole.removeprefix(before) if whole.startswith(before) else text
-        found.append(Answer(text, len(turn.ids), turn.ended))
-        advance(1)
-    return found
+    found: dict[int, Answer] = {}
+    order = sorted(range(len(prompts.ids)), key=lambda number: (prompts.most[number], len(prompts.ids[number])))
+    for most, group in itertools.groupby(order, key=lambda number: prompts.most[number]):
+        alike = list(group)
+        for begin in range(0, len(alike), batch):
+            numbers = alike[begin : begin + batch]
+            turns = continued(model, [prompts.ids[number] for number in numbers], set(prompts.ends), most)
+            for number, turn in zip(numbers, turns, strict=True):
+                found[number] = prompts.answer(number, turn.ids, ended=turn.ended)
+            advance(len(numbers))
+    return [found[number] for number in range(len(prompts.ids))]

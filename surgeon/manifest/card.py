@@ -178,6 +178,7 @@ def _done(manifest: Manifest) -> str:
                 f"- {_code(run.blend) if run.blend else f'{run.steps:,} steps on {run.tokens:,} tokens'}{losses}"
             )
             lines += [f"  - {_code(note)}" for note in run.notes[:_MOST_NAMED]]
+            lines += [f"  - answers {run.answers.text}"] if run.answers is not None else []
             lines += _gate(run.gate)
     lines += _measured(manifest.measured)
     if manifest.fits:

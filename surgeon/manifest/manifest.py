@@ -215,6 +215,35 @@ class AdapterEntry(Entry):
     tensors: dict[str, StoredTensor]
 
 
+class Mean(Entry):
+    """A mean, and the ends of its 95 % confidence interval."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class AnswersEntry(Entry):
+    """A model's answers beside those before a run, as `KeptAnswers` says; None where it does not apply."""
+
+    prompts: int
+    silent: int
+    kl: Mean | None
+    prefix: Mean
+    same: Mean
+    right: Mean | None
+    right_of_base: Mean | None
+
+    @property
+    def text(self) -> str:
+        """The figures in words."""
+        apart = "" if self.kl is None else f"KL {self.kl.value:.4f} nats a token, "
+        return (
+            f"to {self.prompts:,} prompts, beside those before the run: {apart}{self.prefix.value:.0%} of an answer"
+            f" before the first difference, {self.same.value:.0%} the same"
+        )
+
+
 class TrainingEntry(Entry):
     """One training run of this surgery's output: its config and settings, its length, and its changes.
 
@@ -237,6 +266,8 @@ class TrainingEntry(Entry):
     # Measurements of a domain gate that the run fitted.
     gate: dict[str, Any] | None = None
     scores: dict[str, dict[str, float]] = {}
+    # How near answers are to those before the run.
+    answers: AnswersEntry | None = None
     curves: dict[str, dict[str, float]] = {}
     # Notes on what was left out of its texts, and on how they were read.
     notes: list[str] = []

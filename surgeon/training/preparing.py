@@ -18,8 +18,11 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import QUANTISED_DTYPES
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
+from surgeon.data.answers import encode_prompts
+from surgeon.data.kept_answers import SHIPPED, Prompts, read_prompts
 from surgeon.data.sources import check_source, is_chat
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
+from surgeon.manifest.checkpoint import Checkpoint
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.trainable import TrainableSet
 from surgeon.models.templates import no_template, template_of
@@ -59,6 +62,7 @@ def prepare(
     sharding = _tried(lambda: requested_sharding(loaded.config), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
     wrong += _not_installed(loaded)
+    prompts = _tried(lambda: _prompts(loaded), wrong)
     for number, source in enumerate(loaded.config.sources):
         wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_source(source, loaded)]
     if wrong:
@@ -69,6 +73,8 @@ def prepare(
         raise bad_input(wrong)
     _tried(lambda: case.objective.check(case), wrong)
     _tried(lambda: _check_trainable(case), wrong)
+    if prompts is not None:
+        _tried(functools.partial(encode_prompts, prompts.prompts, Checkpoint(str(out.path), out)), wrong)
     _tried(lambda: _check_fixed(case.wanted, sharding if processes > 1 else None), wrong)
     context = context_of(out.config)
     settled_for = functools.partial(settle, loaded, case.wanted.operations, context=context, processes=processes)
@@ -91,6 +97,7 @@ def prepare(
         sharding=sharding,
         remedies=remedies,
         settled_for=settled_for if counts else None,
+        prompts=prompts,
     )
 
 
@@ -130,6 +137,12 @@ def _remedies(case: Case, wrong: list[str]) -> list[Remedy]:
             found.append(remedy)
         wrong += [line for line in lines if line not in wrong]
     return found
+
+
+def _prompts(loaded: LoadedConfig) -> Prompts | None:
+    """Return the prompts that the config names. Raises BadInput where they cannot be read."""
+    given = loaded.config.answers
+    return None if given is None else read_prompts(given if given == SHIPPED else loaded.resolve(given))
 
 
 def _about_base(case: Case) -> list[str]:

@@ -7,7 +7,7 @@ is checked that every tensor which did not train has the digest in the manifest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -28,6 +28,7 @@ from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import LocalSource, Source
 from surgeon.common.json_results import plain_fields
 from surgeon.common.work_folders import sync
+from surgeon.data.kept_answers import KeptAnswers
 from surgeon.errors import BadInput, PromiseBroken, printable
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import AdapterEntry, Manifest, StoredTensor, Tool, TrainedTensor, TrainingEntry
@@ -83,7 +84,8 @@ class Trained:
     `changes` has every tensor that trained; `unchanged` lists those among them that did not change. `losses` maps
     sources to their held-out losses in nats per token, before training and after `published_step`. With a
     classification head the losses are in nats per example, and `scores` maps sources to their other figures after
-    `published_step`. `log` has the trainer's entries. `seconds` and `tokens_per_second` count the steps since
+    `published_step`. `answers` says how much of its answers before the run the model keeps, where that was measured.
+    `log` has the trainer's entries. `seconds` and `tokens_per_second` count the steps since
     `resumed_at`, without evaluations and checkpoints. Peak memory is in bytes, on the GPU where there is one.
     """
 
@@ -103,6 +105,7 @@ class Trained:
     tokens_per_second: float | None
     peak_memory: int
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    answers: KeptAnswers | None = None
 
     def __repr__(self) -> str:
         losses = ", ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in self.losses.items())
@@ -123,6 +126,8 @@ class Trained:
             `settings`: every number of the run
             `losses`: by source, held out, `before` and `after`
             `scores`: with labels: by source `accuracy`, `f1` and `matthews` (where they exist), after `published_step`
+            `answers`: with `answers`, how near answers are to those before: `prompts`, `silent`, and `kl`, `prefix`,
+                `same`, `right`, `right_of_base`, each with `value`, `low`, `high`; else null
             `published_step`: the step that RUN and `after` come from: the last, or with `keep_best` the best
             `tensors`: by name `max_change` and `relative_change` (null: the tensor was zero before)
             `unchanged`: the names of tensors that trained and did not change
@@ -134,7 +139,8 @@ class Trained:
             `seconds`, `tokens_per_second`, `resumed_at`: of the steps after `resumed_at`, without evaluations and
                 checkpoints
         """
-        return plain_fields(self, without=("manifest", "changes")) | {
+        return plain_fields(self, without=("manifest", "changes", "answers")) | {
+            "answers": None if self.answers is None else self.answers.to_json(),
             "losses": {name: {"before": before, "after": after} for name, (before, after) in self.losses.items()},
             "tensors": {name: change._asdict() for name, change in self.changes.items()},
             "unchanged": list(self.unchanged),
@@ -246,6 +252,7 @@ def publishing_job(
     added: Mapping[str, bytes],
     of_base: Collection[str] = (),
     keep: bool | Before = False,
+    measured: Callable[[Path], Mapping[str, Any]] = lambda _staged: {},
 ) -> Job:
     """Return the job that writes the run: every tensor in its shard of the output, trained ones read from FINAL_FILE.
 
@@ -259,6 +266,7 @@ def publishing_job(
         added: small files that `out` does not have.
         of_base: the base's own tensors that trained.
         keep: store their old values next to the weights; a `Before` has old values that the output no longer has.
+        measured: measures the staged run, and returns what the entry says of it.
     """
     made = LocalSource(work)
     trained = {info.name: info for info in made.headers([FINAL_FILE])[FINAL_FILE].tensors}
@@ -289,6 +297,7 @@ def publishing_job(
         if final.adapter is not None:
             stored = {name: StoredTensor.of(adapter[name], proof.digests[name]) for name in sorted(adapter)}
             more["adapter"] = AdapterEntry(config=hashlib.sha256(final.adapter).hexdigest(), tensors=stored)
+        more |= measured(proof.folder)
         run = TrainingEntry(tool=Tool(name="surgeon", version=__version__), tensors=tensors, **entry, **more)
         files = {name: digest for name, digest in proof.files.items() if not name.startswith(f"{ADAPTER_FOLDER}/")}
         after = manifest.changed(training=[*manifest.training, run], files=beside_weights(files))

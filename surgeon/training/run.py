@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from surgeon.common.listener import Listener
     from surgeon.data.documents import Corpus
     from surgeon.data.encoding import Encoder
+    from surgeon.data.kept_answers import Prompts
     from surgeon.data.packing import Mixture, Stream
     from surgeon.data.specs import GenerateSpec, SourceSpec
     from surgeon.manifest.manifest import Manifest
@@ -69,7 +70,8 @@ class Prepared(Case):
     """A run that can begin: its numbers, notes about them, how to shard it, and its remedies.
 
     `settled_for` returns the numbers and notes for a count of steps, which the config's `epochs` or `bytes` give once
-    the texts are counted; None where the config has `steps`.
+    the texts are counted; None where the config has `steps`. `prompts` are those by which answers are compared with the
+    answers before the run; None where this is not measured.
     """
 
     settings: Settings
@@ -77,6 +79,7 @@ class Prepared(Case):
     sharding: Sharding | None
     remedies: Sequence[Remedy]
     settled_for: Callable[..., tuple[Settings, list[str]]] | None
+    prompts: Prompts | None
 
 
 @dataclass

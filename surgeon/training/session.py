@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Stopwatch
+from surgeon.data.kept_answers import KeptAnswers, kept_answers
 from surgeon.errors import BadInput, printable
+from surgeon.manifest.checkpoint import Checkpoint
 from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.training.footprint import check_room_of, checkpoint_bytes, peak_memory
@@ -243,6 +246,16 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
     final = write_final(run.out, values, run.work, run.wanted.fixed)
     template = run.loaded.template
     added = {TEMPLATE_FILE: template.encode()} if template and TEMPLATE_FILE not in run.out.side_files else {}
+    kept: list[KeptAnswers] = []
+
+    def measured(staged: Path) -> dict[str, Any]:
+        """Return how much of its answers before the run the staged model keeps, where this was asked for."""
+        if run.prompts is not None:
+            folder = CheckpointFolder.open(staged, trust_remote_code=run.out.classes == "own")
+            before, after = Checkpoint(str(run.out.path), run.out), Checkpoint(str(run.to), folder)
+            kept[:] = kept_answers(before, [after], run.prompts, device=run.device, listener=run.listener)
+        return {"answers": kept[0].to_json()} if kept else {}
+
     made = publishing_job(
         run.out,
         run.manifest,
@@ -254,13 +267,15 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
         # A router's bias, which is a buffer, stays.
         of_base=run.wanted.of_base & final.changes.keys(),
         keep=run.loaded.config.keep_base,
+        measured=measured,
     )
     job = replace(made, link=link)
     check_space(target, bytes_to_move(job, target), fingerprint=job.fingerprint)
     moved = execute(job, target, run.listener, Stopwatch())
     if moved.text:
         run.say(moved.text)
-    return replace(trained, manifest=written_manifest(target), changes=final.changes)
+    answers = kept[0] if kept else None
+    return replace(trained, manifest=written_manifest(target), changes=final.changes, answers=answers)
 
 
 def _entry(trained: Trained, run: Run) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from surgeon.common.formatting import count, listed, size
 from surgeon.common.json_results import by_number
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
+from surgeon.data.kept_answers import kept_table
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.reading import manifest_of
 from surgeon.training.config.loading import LoadedConfig, load_config
@@ -189,6 +190,8 @@ def trained_view(trained: Trained) -> RenderableType:
         facts.add_row("published", f"step {trained.published_step:,} of {trained.settings['steps']:,}, the best")
     facts.add_row("peak memory", size(trained.peak_memory))
     parts: list[RenderableType] = [losses, Text()] if trained.losses else []
+    if trained.answers is not None:
+        parts += [kept_table([("after training", trained.answers)]), Text()]
     parts += [tensors, Text(), facts]
     if trained.unchanged:
         parts.append(

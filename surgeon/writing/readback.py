@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from surgeon.blueprint.blueprint import Output
@@ -88,6 +89,11 @@ class ReadBack:
         """Wait for the threads; after an error, cancel what has not begun."""
         for pool in (self._readers, self._flusher):
             pool.shutdown(wait=True, cancel_futures=kind is not None)
+
+    @property
+    def folder(self) -> Path:
+        """The staged folder, in which the shards and small files are."""
+        return self._staging.folder
 
     def add(self, shard: Shard, maps: Mapping[str, dict[str, Any]]) -> None:
         """Start to prove a written shard in another thread; raise the failure of an earlier shard, if any.

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, overload
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon import Answer, Checkpoint, HeldOut, check_model, open_checkpoint
+from surgeon import Answer, Checkpoint, HeldOut, check_model, kept_table, open_checkpoint, read_prompts
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
@@ -30,6 +30,7 @@ def evaluate(
     base: Model | None = ...,
     prompts: str | Sequence[str] = ...,
     answer_tokens: int = ...,
+    answers: str | Path | None = ...,
     sources: Sequence[str] | None = ...,
     length: int | None = ...,
     batch: int = ...,
@@ -64,6 +65,7 @@ def evaluate(
     base: Model | None = None,
     prompts: str | Sequence[str] = (),
     answer_tokens: int = 64,
+    answers: str | Path | None = None,
     sources: Sequence[str] | None = None,
     length: int | None = None,
     batch: int = 8,
@@ -88,6 +90,8 @@ def evaluate(
         base: A model for the first row.
         prompts: What each model answers.
         answer_tokens: The most tokens of an answer.
+        answers: Prompts by which every model's answers are compared with the first's: `shipped`, or a file
+            (`read_prompts`).
         sources: The sources to take, by name; None: all.
         length: Tokens in a window; None: the smallest context, at most 2048.
         batch: How many windows are run at a time.
@@ -109,8 +113,11 @@ def evaluate(
     listener = listener or Quiet()
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check_numbers(length, batch, most, answer_tokens)
-    _check_given(prompts, data is not None, sources or (), labels)
+    _check_given(prompts, data is not None, sources or (), labels, answers is not None)
     rows = _rows(models, base)
+    if answers is not None and len(rows) < 2:
+        raise BadInput("--answers compares a model's answers with its base's; give the base too (--base)")
+    asked = None if answers is None else read_prompts(answers)
     if kl and (labels or data is None or len(rows) < 2):
         raise BadInput("--kl compares the next tokens that two models expect: give text, and a base (--base)")
     devices.check(device)
@@ -132,7 +139,7 @@ def evaluate(
     how = How(length, batch, dtype, device, listener)
     if labels:
         return evaluate_labels(opened, texts, how)
-    return evaluate_texts(opened, texts, how, prompts=prompts, answer_tokens=answer_tokens, kl=kl)
+    return evaluate_texts(opened, texts, how, prompts=prompts, answer_tokens=answer_tokens, kl=kl, asked=asked)
 
 
 def _check_numbers(length: int | None, batch: int, most: int, answer_tokens: int) -> None:
@@ -143,17 +150,21 @@ def _check_numbers(length: int | None, batch: int, most: int, answer_tokens: int
             raise BadInput(f"{option} is {given}; it must be at least {least}")
 
 
-def _check_given(prompts: Sequence[str], data: bool, sources: Sequence[str], labels: bool) -> None:
+def _check_given(prompts: Sequence[str], data: bool, sources: Sequence[str], labels: bool, answers: bool) -> None:
     """Raise BadInput where there is nothing to evaluate on, an empty prompt, or options that do not go together."""
-    if not data and not prompts:
-        raise BadInput("nothing to evaluate on: give text (--data), or a prompt to answer (--prompt), or both")
+    if not (data or prompts or answers):
+        raise BadInput(
+            "nothing to evaluate on: give text (--data), a prompt to answer (--prompt), or prompts by which answers are"
+            " compared with the base's (--answers shipped)"
+        )
     for number, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             raise BadInput(f"prompt {number} is empty; give the words that the models are to answer (--prompt)")
         if prompt.encode(errors="ignore").decode() != prompt:
             raise BadInput(f"prompt {number} ({printable(prompt, 40)}) is not UTF-8 text; give it in that encoding")
-    if prompts and labels:
-        raise BadInput("models with a head for labels (--labels) answer no prompts; leave --prompt out")
+    if labels and (prompts or answers):
+        option = "--prompt" if prompts else "--answers"
+        raise BadInput(f"models with a head for labels (--labels) answer no prompts; leave {option} out")
     if sources and not data:
         raise BadInput(f"--source {printable(sources[0])}: there is no data to take it from; give --data too")
 
@@ -171,6 +182,9 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
     parts: list[RenderableType] = []
     if evaluation.length is not None:
         parts += _scores(evaluation, evaluation.length)
+    if kept := [(row.model, row.kept) for row in evaluation.models if row.kept is not None]:
+        # An empty line, except before the first table.
+        parts += [Text()] * bool(parts) + [kept_table(kept)]
     for number, prompt in enumerate(evaluation.prompts):
         answers = FittedTable(headings=False)
         answers.add_row(Text("prompt", style="bold"), Text(_lines(prompt), style="bold"))

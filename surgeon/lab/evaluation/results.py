@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.text import Text
 
-from surgeon import Answer, Ratio
+from surgeon import Answer, KeptAnswers, Ratio
 from surgeon.common.formatting import counted
-from surgeon.common.json_results import plain, plain_fields
+from surgeon.common.json_results import plain
 
 # The most models and sources that a repr names.
 _MOST_SHOWN = 4
@@ -180,13 +180,15 @@ class LabelScores(Cell):
 class ModelScores(Generic[CellT]):
     """One model's scores on all sources, and its answers to all prompts.
 
-    `same_tokens`: whether its tokens are the same as the first model's; None where no text is scored.
+    `same_tokens`: whether its tokens are the same as the first model's; None where no text is scored. `kept`: how much
+    of the first model's answers it keeps; None for the first, or where that was not asked for.
     """
 
     model: str
     same_tokens: bool | None
     sources: tuple[CellT, ...]
     answers: tuple[Answer, ...] = ()
+    kept: KeptAnswers | None = None
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,8 @@ class Evaluation(Generic[CellT]):
             `models`: each with `model`, `same_tokens` and `sources`: by name `documents`, `tokens`, `bytes`, and
                 `loss`, `perplexity`, `bits_per_byte`, `accuracy`, `loss_difference`, `bits_difference`, `kl` (null: not
                 asked for), each with `value`, `low`, `high`; with `--labels` instead `examples`, `loss`, `accuracy`,
-                `accuracy_difference` (with `value`, `low`, `high`), `f1`, `matthews` (null where they do not exist)
+                `accuracy_difference` (with `value`, `low`, `high`), `f1`, `matthews` (null where they do not exist);
+                with `--answers` also `kept`: `prompts`, `silent`, and `kl`, `prefix`, `same`, `right`, `right_of_base`
             `answers`: each with `prompt` and `models`: each with `model`, `text`, `tokens`, `ended` (whether the model
                 ended it by itself)
             `length`, `dtype`, `device`, `confidence`, `notes`: the conditions; `length` is null without text
@@ -254,13 +257,14 @@ class Evaluation(Generic[CellT]):
                     "model": row.model,
                     **({} if row.same_tokens is None else {"same_tokens": row.same_tokens}),
                     "sources": {found.source: found.to_json() for found in row.sources},
+                    **({} if row.kept is None else {"kept": row.kept.to_json()}),
                 }
                 for row in self.models
             ],
             "answers": [
                 {
                     "prompt": prompt,
-                    "models": [{"model": row.model, **plain_fields(row.answers[number])} for row in self.models],
+                    "models": [{"model": row.model, **row.answers[number].to_json()} for row in self.models],
                 }
                 for number, prompt in enumerate(self.prompts)
             ],

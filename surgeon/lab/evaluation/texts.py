@@ -18,6 +18,7 @@ from surgeon import (
     EncodedPrompts,
     HeldOut,
     Judged,
+    Prompts,
     Scores,
     Windows,
     answer,
@@ -25,6 +26,7 @@ from surgeon import (
     divergence,
     encode_prompts,
     judge,
+    kept_answers,
     score,
     written,
 )
@@ -85,11 +87,12 @@ def evaluate_texts(
     prompts: Sequence[str],
     answer_tokens: int,
     kl: bool,
+    asked: Prompts | None,
 ) -> Evaluation[SourceScores]:
     """Score every model on every text, and let it answer every prompt; one model is in memory at a time.
 
-    `texts` or `prompts` may be empty. Raises BadInput where a model cannot be loaded, or a prompt leaves no room for an
-    answer.
+    `texts` or `prompts` may be empty. With prompts `asked`, every model's answers are also compared with the first's.
+    Raises BadInput where a model cannot be loaded, or a prompt leaves no room for an answer.
     """
     for model in models:
         check_predicts(model)
@@ -99,12 +102,12 @@ def evaluate_texts(
             how.note(f"{model.name}: {line}")
         _ask_for_base(model, models, how)
     texts = written(texts, models, say=how.note) if texts else []
-    asked = [_encoded(prompts, model, answer_tokens, how) if prompts else None for model in models]
+    encodings = [_encoded(prompts, model, answer_tokens, how) if prompts else None for model in models]
     windows = [{} for _ in models] if window is None else _cut(texts, models, window, how)
     rows: list[ModelScores[SourceScores]] = []
     reference: dict[str, Scores] | None = None
-    for model, own, encoded in zip(models, windows, asked, strict=True):
-        found, answers = _run(model, own, encoded, how)
+    for model, own, encoded in zip(models, windows, encodings, strict=True):
+        found, answers = _run(model, own, encoded, how) if own or encoded else ({}, [])
         # Models with the first model's tokens share its windows.
         same = own is windows[0] if texts else None
         summaries = _summaries(own, found, windows[0], reference)
@@ -112,6 +115,10 @@ def evaluate_texts(
         reference = reference or found
     if kl:
         rows[1:] = _with_kl(models, rows[1:], windows[0], how)
+    if asked is not None:
+        settings: dict[str, Any] = {"dtype": how.dtype, "device": how.device, "listener": how.listener}
+        kept = kept_answers(models[0], models[1:], asked, **settings)
+        rows[1:] = [replace(row, kept=each) for row, each in zip(rows[1:], kept, strict=True)]
     return how.of(rows, window, prompts)
 
 

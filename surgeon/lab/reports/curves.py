@@ -14,6 +14,7 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.files import read_given
 from surgeon.errors import BadInput, printable
 from surgeon.lab.reports.history import History
+from surgeon.manifest.manifest import AnswersEntry
 
 MAX_LOG_BYTES = 64_000_000
 # Prefix and suffix of a source's held-out loss in a trainer's log.
@@ -72,7 +73,8 @@ class TrainingRun:
 
     `losses` maps sources to held-out losses before and after training, `curves` maps them to all measured losses by
     step. `changes` maps every trained tensor, by its name in the output of that surgery, to max |Δ| and ‖Δ‖ / ‖before‖
-    (None: the tensor was zero before). `gate` describes the domain gate that the run fitted.
+    (None: the tensor was zero before). `gate` describes the domain gate that the run fitted. `answers` says how near
+    answers are to those before the run, where this was measured.
     """
 
     surgery: int
@@ -82,6 +84,7 @@ class TrainingRun:
     changes: dict[str, tuple[float, float | None]]
     curves: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     gate: GateActivity | None = None
+    answers: AnswersEntry | None = None
 
     @property
     def unchanged(self) -> tuple[str, ...]:
@@ -104,6 +107,7 @@ def training_runs(history: History) -> tuple[TrainingRun, ...]:
             changes={name: (tensor.max_change, tensor.relative_change) for name, tensor in entry.tensors.items()},
             curves={name: _points(by_step) for name, by_step in entry.curves.items()},
             gate=GateActivity.of(entry.gate),
+            answers=entry.answers,
         )
         for number, manifest in history.surgeries.items()
         for entry in manifest.training

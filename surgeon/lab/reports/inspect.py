@@ -169,6 +169,8 @@ def _add_training(facts: FittedTable, manifest: Manifest) -> None:
         )
         losses = f"; held-out loss {losses}" if losses else ""
         facts.add_row("trained", f"{len(run.tensors)} tensors, {printable(run.blend) or _steps(run)}{losses}")
+        if run.answers is not None:
+            facts.add_row("answers", run.answers.text)
     if changed := len(manifest.changed_of_base):
         kept = f"; {len(manifest.kept)} kept in {KEPT_FOLDER}/, for `surgeon revert`" if manifest.kept else ""
         facts.add_row("base tensors", f"{changed} changed by training{kept}")

@@ -324,6 +324,14 @@ class TrainConfig(Entry):
         str | None,
         Field(description="publish the evaluated step with the lowest held-out loss on this source; default: the last"),
     ] = None
+    answers: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="measure after training how much of its answers before it the model keeps: shipped (prompts of"
+            " surgeon's), or a file of prompts; default: not measured",
+        ),
+    ] = None
     log_every: Annotated[int, Field(ge=1, description="steps between lines of the log")] = 10
     report_to: Annotated[
         list[TrackerName],
@@ -381,6 +389,8 @@ class TrainConfig(Entry):
             )
         if self.preserve is not None:
             raise ValueError("`preserve` holds next tokens to the base's, which texts with labels do not ask for")
+        if self.answers is not None:
+            raise ValueError("`answers` compares what a model writes, and with labels it writes nothing; leave it out")
         if self.bytes is not None:
             raise ValueError("`bytes` counts text that a language model predicts; with labels give `epochs` or `steps`")
         if isinstance(self.labels, list) and (doubled := first_doubled(self.labels)):

@@ -167,7 +167,7 @@ def test_a_context_cuts_an_answer_and_no_prompt(folder: Path) -> None:
 def test_nothing_of_an_answer_reaches_the_terminal_as_it_is(folder: Path) -> None:
     spoken = "one\x1b[2J\u202e\r\ntwo\x07\u2028three [bold]"
     found = surgeon.evaluate(folder / "base", prompts="w1", answer_tokens=1, device="cpu")
-    answers = (surgeon.Answer(spoken, 3, True), surgeon.Answer("", 0, True))
+    answers = (surgeon.Answer(spoken, (1, 2, 3), True), surgeon.Answer("", (), True))
     (row,) = found.models
     rows = tuple(type(row)(name, None, (), (each,)) for name, each in zip(("a\x1b", "b"), answers, strict=True))
     view = evaluation_view(type(found)(rows, None, "auto", "cpu", (), ("w1\x1b",)))
@@ -198,7 +198,10 @@ def test_bad_prompts_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("surgeon.common.devices.resolve", no_torch)
     for arguments, told in (
-        ([], "nothing to evaluate on: give text (--data), or a prompt to answer (--prompt), or both"),
+        ([], "nothing to evaluate on: give text (--data), a prompt to answer (--prompt), or prompts by which"),
+        (["--answers", "shipped"], "--answers compares a model's answers with its base's; give the base too (--base)"),
+        (["--answers", "none.txt", "--base", str(folder / "base")], "none.txt"),
+        (["--answers", "shipped", "--labels", "--data", "fr.jsonl"], "answer no prompts; leave --answers out"),
         (["--prompt", "w1", "--prompt", " \n"], "prompt 2 is empty; give the words that the models are to answer"),
         (["--prompt", "w1\udcff"], r"prompt 1 (w1\udcff) is not UTF-8 text; give it in that encoding"),
         (["--prompt", "w1", "--labels", "--data", "fr.jsonl"], "answer no prompts; leave --prompt out"),
@@ -207,3 +210,21 @@ def test_bad_prompts_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch)
         ran = CliRunner().invoke(app, ["evaluate", str(folder / "base"), *arguments])
         assert ran.exit_code == 2 and ran.stderr.count("\n") == 1, ran.output
         assert ran.stderr.startswith("surgeon: ") and told in ran.stderr
+
+
+def test_answers_kept_are_a_table_and_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every model beside the first; the figures are those of `kept_answers`."""
+    monkeypatch.chdir(folder)
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt, "expected": "w"}) + "\n" for prompt in PROMPTS)
+    )
+    given = ["evaluate", "pmoe", "pmoe-changed", "--base", "base", "--answers", "prompts.jsonl", "--device", "cpu"]
+    data = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
+    opened = [surgeon.open_checkpoint(folder / name) for name in ("pmoe", "pmoe-changed")]
+    asked = surgeon.read_prompts("prompts.jsonl")
+    expected = surgeon.kept_answers(surgeon.open_checkpoint(folder / "base"), opened, asked, device="cpu")
+    assert ["kept" in row for row in data["models"]] == [False, True, True]
+    assert [row["kept"] for row in data["models"][1:]] == [each.to_json() for each in expected]
+    assert data["models"][1]["kept"]["same"]["value"] == 1 > data["models"][2]["kept"]["same"]["value"]
+    shown = CliRunner().invoke(app, given).stdout
+    assert "2 answers" in shown and "before the first difference" in shown and "pmoe-changed" in shown
