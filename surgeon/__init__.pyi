@@ -8,6 +8,7 @@ from surgeon.data.answers import encode_prompts as encode_prompts
 from surgeon.data.documents import text_files as text_files
 from surgeon.data.held_out import HeldOut as HeldOut
 from surgeon.data.held_out import held_out_text as held_out_text
+from surgeon.data.kept_answers import BaseAnswers as BaseAnswers
 from surgeon.data.kept_answers import KeptAnswers as KeptAnswers
 from surgeon.data.kept_answers import Prompts as Prompts
 from surgeon.data.kept_answers import kept_answers as kept_answers

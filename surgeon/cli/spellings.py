@@ -189,7 +189,7 @@ SPELLINGS = {
     "blend.run": _S("a run of `surgeon train`", "RUN"),
     "blend.dest": _S("folder of the blend", "DEST"),
     "blend.base": _S("the model that RUN's last surgery or training began with: a folder", option="--with"),
-    "blend.alpha": _S("share of RUN; 1: RUN, 0: the base", least=0, most=1),
+    "blend.alpha": _S("share of RUN; 1: RUN, 0: the base; default: chosen by answers", least=0, most=1),
     "blend.alpha_top": _S("its share in the highest layer, linear between (LiNeS)", least=0, most=1),
     "blend.data": _S("measure base, RUN and blend on this text: FILE or NAME=FILE; may be given again"),
     "merge.dest": _S("folder of the merged model", "DEST"),

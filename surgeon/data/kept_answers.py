@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,10 @@ from surgeon.data.scores import Ratio, Scores, Windows, ratio
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.checkpoint import Checkpoint
 
-# The name of the shipped prompts.
-SHIPPED = "shipped"
-_SHIPPED_FILE = "prompts.jsonl"
+# Shipped prompts, by name their files: those by which answers are compared, and others, which a base answers
+# where a run replays its answers, or a share of it is chosen by them.
+SHIPPED, INSTRUCTIONS = "shipped", "instructions"
+SHIPPED_PROMPTS = {SHIPPED: "prompts.jsonl", INSTRUCTIONS: "instructions.jsonl"}
 _MOST_BYTES = 16_000_000
 _MOST_PROMPTS = 10_000
 # Prompts that a model answers at a time, and answers in one forward pass.
@@ -182,7 +183,7 @@ def _as_data(found: Ratio | None) -> dict[str, float | None] | None:
 
 
 def read_prompts(given: str | Path) -> Prompts:
-    """Read prompts: a file, or `shipped` for surgeon's own.
+    """Read prompts: a file, or `shipped` or `instructions` for surgeon's own, which have no prompt in common.
 
     A file has one prompt a line, or with the ending `.jsonl` one object a line: `prompt`, and where answers can be
     judged `expected`, a string or a list of strings of which a right answer contains one.
@@ -190,8 +191,9 @@ def read_prompts(given: str | Path) -> Prompts:
     Raises:
         BadInput: The file cannot be read, a line is wrong, or there is no prompt.
     """
-    if given == SHIPPED:
-        content, shown = (files("surgeon.data") / _SHIPPED_FILE).read_bytes(), SHIPPED
+    ours = SHIPPED_PROMPTS.get(str(given))
+    if ours is not None:
+        content, shown = (files("surgeon.data") / ours).read_bytes(), str(given)
     else:
         path = Path(meant(str(given)))
         content, shown = read_given(path, what="prompts", most=_MOST_BYTES), printable(str(path))
@@ -199,7 +201,7 @@ def read_prompts(given: str | Path) -> Prompts:
         lines = content.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise BadInput(f"{shown}: not UTF-8 text (byte {error.start}); save it in that encoding") from None
-    as_rows = given == SHIPPED or str(given).endswith(".jsonl")
+    as_rows = ours is not None or str(given).endswith(".jsonl")
     found = [
         _row(line, f"{shown}, line {number}") if as_rows else (line.strip(), ())
         for number, line in enumerate(lines, 1)
@@ -260,40 +262,78 @@ def kept_answers(
     Raises:
         BadInput: A model cannot be run or asked, a prompt is too long, or the base answers each with nothing.
     """
-    listener, device = listener or Quiet(), devices.resolve(device)
-    encoded = encode_prompts(prompts.prompts, base, tokens=tokens)
-    asked = [encode_prompts(prompts.prompts, model, tokens=tokens, chat=encoded.chat) for model in models]
-    first = base.load(dtype=dtype, device=device)
-    answers = _answers(base, first, encoded, dtype, listener)
-    counted = [number for number, each in enumerate(answers) if each.text.strip()]
-    if not counted:
-        raise BadInput(
-            f"{printable(base.name)}: answers every prompt of {prompts.name} with nothing, so there is nothing to keep;"
-            " give prompts that it answers"
-        )
-    windows = _windows(encoded, answers, counted)
-    found = []
-    for model, own in zip(models, asked, strict=True):
-        loaded = model.load(dtype=dtype, device=device)
-        theirs = _answers(model, loaded, own, dtype, listener)
-        apart = None
-        if own.ids == encoded.ids:
-            listener.begin(f"KL of {model.name}", len(windows), "answers")
-            apart = divergence(loaded, first, windows, batch=_BATCH, advance=listener.advance)
-        found.append(
-            KeptAnswers(
-                tuple(prompts.prompts[number] for number in counted),
-                tuple(answers[number] for number in counted),
-                tuple(theirs[number] for number in counted),
-                apart,
-                tuple(prompts.expected[number] for number in counted),
-                len(answers) - len(counted),
+    key = BaseAnswers.of(base, prompts, tokens=tokens, dtype=dtype, device=device, listener=listener)
+    asked = [key.asked(model) for model in models]
+    return [key.kept(model, own) for model, own in zip(models, asked, strict=True)]
+
+
+@dataclass(frozen=True)
+class BaseAnswers:
+    """A base's greedy answers to prompts, and the base itself, loaded: the key by which models are compared with it.
+
+    `counted` are the numbers of the prompts that it answers with words, `windows` its answers as sequences.
+    """
+
+    prompts: Prompts
+    encoded: EncodedPrompts
+    answers: Sequence[Answer]
+    counted: Sequence[int]
+    windows: Windows
+    model: Any
+    tokens: int
+    dtype: str
+    device: str
+    listener: Listener
+
+    @classmethod
+    def of(
+        cls,
+        base: Checkpoint,
+        prompts: Prompts,
+        *,
+        tokens: int = 48,
+        dtype: str = "auto",
+        device: str = "auto",
+        listener: Listener | None = None,
+    ) -> Self:
+        """Load a base and let it answer. Arguments and errors are those of `kept_answers`."""
+        listener, device = listener or Quiet(), devices.resolve(device)
+        encoded = encode_prompts(prompts.prompts, base, tokens=tokens)
+        model = base.load(dtype=dtype, device=device)
+        answers = _answers(base, model, encoded, dtype, listener)
+        counted = [number for number, each in enumerate(answers) if each.text.strip()]
+        if not counted:
+            raise BadInput(
+                f"{printable(base.name)}: answers every prompt of {prompts.name} with nothing, so there is nothing to"
+                " keep; give prompts that it answers"
             )
-        )
-        # Free the memory for the next model.
+        windows = _windows(encoded, answers, counted)
+        return cls(prompts, encoded, answers, counted, windows, model, tokens, dtype, device, listener)
+
+    def asked(self, model: Checkpoint) -> EncodedPrompts:
+        """Encode the prompts for another model, as the base is asked. Raises BadInput as `encode_prompts` does."""
+        return encode_prompts(self.prompts.prompts, model, tokens=self.tokens, chat=self.encoded.chat)
+
+    def apart(self, model: Checkpoint, loaded: Any) -> Scores:
+        """Return KL(base ‖ model) on the base's answers, in nats a token, by prompt; `model` has the base's tokens."""
+        self.listener.begin(f"KL of {model.name}", len(self.windows), "answers")
+        return divergence(loaded, self.model, self.windows, batch=_BATCH, advance=self.listener.advance)
+
+    def kept(self, model: Checkpoint, asked: EncodedPrompts) -> KeptAnswers:
+        """Load a model, let it answer, and return how much of the base's answers it keeps; then free its memory."""
+        loaded = model.load(dtype=self.dtype, device=self.device)
+        theirs = _answers(model, loaded, asked, self.dtype, self.listener)
+        apart = self.apart(model, loaded) if asked.ids == self.encoded.ids else None
         del loaded
         gc.collect()
-    return found
+        return KeptAnswers(
+            prompts=tuple(self.prompts.prompts[number] for number in self.counted),
+            base_answers=tuple(self.answers[number] for number in self.counted),
+            answers=tuple(theirs[number] for number in self.counted),
+            apart=apart,
+            expected=tuple(self.prompts.expected[number] for number in self.counted),
+            silent=len(self.answers) - len(self.counted),
+        )
 
 
 def _windows(encoded: EncodedPrompts, answers: Sequence[Answer], counted: Sequence[int]) -> Windows:

@@ -19,7 +19,7 @@ from surgeon.checkpoint.header import QUANTISED_DTYPES
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
 from surgeon.data.answers import encode_prompts
-from surgeon.data.kept_answers import SHIPPED, Prompts, read_prompts
+from surgeon.data.kept_answers import SHIPPED_PROMPTS, Prompts, read_prompts
 from surgeon.data.sources import check_source, is_chat
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.manifest.checkpoint import Checkpoint
@@ -142,7 +142,7 @@ def _remedies(case: Case, wrong: list[str]) -> list[Remedy]:
 def _prompts(loaded: LoadedConfig) -> Prompts | None:
     """Return the prompts that the config names. Raises BadInput where they cannot be read."""
     given = loaded.config.answers
-    return None if given is None else read_prompts(given if given == SHIPPED else loaded.resolve(given))
+    return None if given is None else read_prompts(given if given in SHIPPED_PROMPTS else loaded.resolve(given))
 
 
 def _about_base(case: Case) -> list[str]:

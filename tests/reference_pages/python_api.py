@@ -85,6 +85,7 @@ _GROUPS = {
     "Texts and scores": (
         "open_texts HeldOut held_out_text TextSpec UnlabelledSpec open_source check_source is_chat text_files written"
         " cut pack Windows score Scores Ratio divergence judge Judged encode_prompts EncodedPrompts answer Answer"
+        " read_prompts Prompts kept_answers KeptAnswers BaseAnswers kept_table"
     ),
     "Results and what the terminal shows": (
         "Applied Blend preview_view Verification verification_view Trained Evaluation SourceScores LabelScores"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,18 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon import Blend, write_blend
+from surgeon import BaseAnswers, Blend, Prompts, check_destination, open_checkpoint, read_prompts, write_blend
 from surgeon.common.formatting import listed, size
 from surgeon.common.json_results import plain_fields
-from surgeon.common.listener import Listener
-from surgeon.errors import printable
+from surgeon.common.listener import Listener, Quiet
+from surgeon.errors import BadInput, printable
 from surgeon.lab.evaluation.evaluate import evaluate, evaluation_view
 from surgeon.lab.evaluation.results import Evaluation, SourceScores
+
+# The most KL(base ‖ model) on the base's answers, in nats a token, at which they count as kept.
+MOST_KL = 0.03
+# The shares that are tried in turn, and the one that is taken where none of them keeps the answers.
+_SHARES, _LEAST = (1.0, 0.75, 0.5), 0.25
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ def blend(
     dest: str | Path,
     *,
     base: str | Path,
-    alpha: float,
+    alpha: float | None = None,
     alpha_top: float | None = None,
     data: Sequence[str | Path] | Mapping[str, str | Path] | None = None,
     link: bool = False,
@@ -51,11 +57,13 @@ def blend(
 ) -> Blended:
     """Blend `run` with its base as `write_blend` does, and measure base, run and blend on text.
 
+    Without `alpha` the share is chosen by answers (`share_by_answers`).
+
     Args:
         run: the folder that `train` wrote.
         dest: the new folder.
         base: the folder of the model that the run's last surgery, or training, began with.
-        alpha: the run's share; 1: the run, 0: the base.
+        alpha: the run's share; 1: the run, 0: the base; None: chosen by answers.
         alpha_top: the run's share in the highest layer; None: `alpha`.
         data: texts as for `evaluate`; None: nothing is measured.
         link: hard-link shards of the run in which nothing changes.
@@ -67,11 +75,54 @@ def blend(
         BadInput: as `write_blend`, and where a text cannot be opened.
     """
     more: dict[str, Any] = {"trust_remote_code": trust_remote_code, "listener": listener}
+    if alpha is None:
+        if alpha_top is not None:
+            raise BadInput(f"alpha_top is {alpha_top:g}, and there is no alpha; give both, or neither")
+        check_destination(Path(dest), Path(run))
+        alpha = share_by_answers(run, base, device=device, **more)
     written = write_blend(run, dest, base=base, alpha=alpha, alpha_top=alpha_top, link=link, **more)
     if not data:
         return Blended(written, None)
     measured = evaluate([str(base), str(run), str(dest)], data, device=device, **more)
     return Blended(written, measured)
+
+
+def share_by_answers(
+    run: str | Path,
+    base: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    listener: Listener | None = None,
+) -> float:
+    """Return the largest of the shares 1, 0.75 and 0.5 at which a blend keeps the base's answers, else 0.25.
+
+    A blend keeps them where KL(base ‖ blend) is at most 0.03 nats a token on the base's own answers.
+
+    The prompts are the shipped instructions, which the prompts that measure answers do not repeat. Nothing is trained.
+    Blends are written to a temporary folder, one at a time, from the largest share on. Raises BadInput as `write_blend`
+    and `kept_answers` do.
+    """
+    key = BaseAnswers.of(open_checkpoint(base, trust_remote_code=trust_remote_code), _some(), device=device)
+    listener = listener or Quiet()
+    for share in _SHARES:
+        with tempfile.TemporaryDirectory(prefix="surgeon-blend-") as room:
+            blended = Path(run)
+            if share < 1:
+                blended = Path(room) / "blend"
+                write_blend(run, blended, base=base, alpha=share, trust_remote_code=trust_remote_code)
+            opened = open_checkpoint(blended, trust_remote_code=trust_remote_code)
+            found = key.apart(opened, opened.load(device=key.device)).loss
+        listener.say(f"{share:g} of the run: KL to the base on its answers is {found:.4f} nats a token")
+        if found <= MOST_KL:
+            return share
+    return _LEAST
+
+
+def _some() -> Prompts:
+    """Return every third of the shipped instructions: enough for a mean over some thousand tokens."""
+    whole = read_prompts("instructions")
+    return Prompts(whole.name, whole.prompts[::3], whole.expected[::3])
 
 
 def blended_view(blended: Blended) -> RenderableType:
