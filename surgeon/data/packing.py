@@ -29,17 +29,23 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 # In a batch: the numbers of its sequences among all that the run draws.
 NUMBERS = "sequence_numbers"
+# In a batch: whether the base alone teaches on a sequence, so that cross-entropy does not count it.
+ALONE = "taught_alone"
 Packing = Literal["isolated", "joined"]
 
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Token ids, labels and positions (lists of the same length), and the number of their source's domain."""
+    """Token ids, labels and positions (lists of the same length), and the number of their source's domain.
+
+    `alone`: the base alone teaches on it, and cross-entropy does not count it.
+    """
 
     ids: list[int]
     labels: list[int]
     positions: list[int]
     domain: int
+    alone: bool = False
 
 
 class Packer:
@@ -50,15 +56,16 @@ class Packer:
     before. `joined`: documents follow each other as one text.
     """
 
-    def __init__(self, length: int, packing: Packing, domain: int) -> None:
+    def __init__(self, length: int, packing: Packing, domain: int, *, alone: bool = False) -> None:
         self.length = length
         self.packing = packing
         self.domain = domain
+        self.alone = alone
         self._clear()
 
     def another(self) -> Packer:
         """Return an empty packer of the same kind."""
-        return Packer(self.length, self.packing, self.domain)
+        return Packer(self.length, self.packing, self.domain, alone=self.alone)
 
     def _clear(self) -> None:
         """Begin a new empty sequence."""
@@ -86,7 +93,7 @@ class Packer:
 
     def take(self) -> PackedSequence:
         """Return the current sequence and begin the next one."""
-        taken = PackedSequence(self.ids, self.labels, self.positions, self.domain)
+        taken = PackedSequence(self.ids, self.labels, self.positions, self.domain, self.alone)
         self._clear()
         return taken
 
@@ -342,9 +349,9 @@ class Batches(Generic[_T]):
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:
-    """Return a batch of int64 tensors: `input_ids`, `labels`, `position_ids`, and `domain_ids` if `domains` is set.
+    """Return a batch of int64 tensors: `input_ids`, `labels` and `position_ids`, of the shape (sequences, length).
 
-    `domain_ids` has the shape (sequences), the others (sequences, length).
+    If `domains` is set, also `domain_ids` and ALONE (bool), of the shape (sequences).
     """
     import torch
 
@@ -355,6 +362,7 @@ def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> di
     }
     if domains:
         batch["domain_ids"] = torch.tensor([sequence.domain for sequence in sequences])
+        batch[ALONE] = torch.tensor([sequence.alone for sequence in sequences])
     return batch
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from surgeon.data.chats import Chat
-from surgeon.data.layouts import Document, said_in
+from surgeon.data.layouts import CutText, Document, said_in
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, bad_input, printable
 
@@ -113,7 +113,7 @@ class Rows:
             # A template also writes tools, calls and thoughts.
             beside = [document.tools, *(each.more for each in document.messages)] if isinstance(document, Chat) else []
             found = self._tokenizer.control_tokens("\n".join([*texts, *map(str, beside)]))
-            if found and self.spec.as_text and not isinstance(document, str):
+            if found and self.spec.as_text and not isinstance(document, str | CutText):
                 raise BadInput(
                     f"{printable(where)}: the tokenizer's control tokens in words ({printable(', '.join(found), 80)}),"
                     " which a template or a pair is written with; remove them, or say `control_tokens: as_tokens`"
