@@ -57,10 +57,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """The messages of a chat, and descriptions (JSON schemas) of the tools that the assistant may call."""
+    """The messages of a chat, and descriptions (JSON schemas) of the tools that the assistant may call.
+
+    `cut`: the last message is not complete, so that nothing teaches its end.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    cut: bool = False
 
     def names(self) -> Iterator[str]:
         """Yield the names of its tools, and of the tools called in it."""

@@ -26,7 +26,7 @@ from surgeon.checkpoint.source import open_regular, resolved
 from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, parsed, text_lines
 from surgeon.common.library import first_line
 from surgeon.data.json_list import entries_of
-from surgeon.data.layouts import Document, columns_of, document_of
+from surgeon.data.layouts import Document, columns_of, document_of, said_in
 from surgeon.data.parquet import ParquetFiles
 from surgeon.data.rows import Row, Rows
 from surgeon.data.specs import RowsSpec
@@ -250,6 +250,8 @@ class Repeated:
 
     def __init__(self, documents: Sequence[Document], count: int, *, shown: str) -> None:
         self.rows = Rows(RowsSpec())
+        sizes = [sum(len(text.encode()) for text in said_in(document)) for document in documents]
+        self.rows.sizes.extend(itertools.islice(itertools.cycle(sizes), count))
         self._documents = list(documents)
         self._count = count
         self._shown = shown

@@ -8,6 +8,7 @@ of the whole chat; the positions of the answers, found by marks around their wor
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.data.chats import ASSISTANT, Chat
-from surgeon.data.layouts import Document, Labelled
+from surgeon.data.layouts import CutText, Document, Labelled
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import no_template
@@ -294,17 +295,26 @@ class Encoder:
     def encode(self, document: Document) -> Encoded:
         """Return token ids, and for each whether the loss counts it. A text ends with the end-of-sequence token.
 
-        Raises BadInput for a token id beyond the embedding's rows, for a chat template that refuses the chat or cannot
-        be masked, and where template or tokenizer exceed a limit of time or memory.
+        A document that is not complete has no end: a cut chat's tokens end with the last message's words. Raises
+        BadInput for a token id beyond the embedding's rows, for a chat template that refuses the chat or cannot be
+        masked, and where template or tokenizer exceed a limit of time or memory.
         """
         assert not isinstance(document, Labelled), "an ExampleEncoder's"
-        ids, counted = self._text(document) if isinstance(document, str) else self._chat(document)
+        if isinstance(document, str | CutText):
+            ids, counted = self._text(document)
+        else:
+            ids, counted = self._chat(document)
         check_ids(ids, self.tokenizer, rows=self.vocabulary)
         return ids, counted
 
-    def _text(self, text: str) -> Encoded:
-        """Return the tokens of a text, all counted, with the end-of-sequence token."""
-        ids = self._ended(self.tokenizer.ids(text, as_text=self.as_text))
+    def _text(self, text: str | CutText) -> Encoded:
+        """Return the tokens of a text, all counted, with the end-of-sequence token where the text is complete."""
+        if isinstance(text, str):
+            ids = self._ended(self.tokenizer.ids(text, as_text=self.as_text))
+        else:
+            ids = self.tokenizer.ids(text.text, as_text=self.as_text)
+            # A tokenizer may itself close a text.
+            ids = ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
         return ids, [True] * len(ids)
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -325,6 +335,13 @@ class Encoder:
         if found is not None:
             ids, counted = found
             last = chat.messages[-1]
+            before, words, _ = written.text.rpartition(last.content.rstrip())
+            if chat.cut and words:
+                # The last tokens may be others where the end follows.
+                alone = self.tokenizer.ids(before + words, special=False)
+                pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, alone, strict=False))
+                same = len(list(pairs))
+                return ids[:same], counted[:same]
             if last.answers and last.content.strip() and written.text.rstrip().endswith(last.content.rstrip()):
                 ids = self._ended(ids)
             return ids, [*counted, *[True] * (len(ids) - len(counted))]

@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from surgeon.checkpoint.labels import label_names
 from surgeon.data.documents import Corpus
 from surgeon.data.layouts import Labelled
-from surgeon.data.packing import Stream
+from surgeon.data.packing import Stream, generator
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.tokens import check_ids
@@ -115,10 +118,14 @@ class ExampleStream(Stream[Example]):
 
     def next(self) -> Example:
         """Return the next example."""
-        found = example_at(self.documents, self._number(), self.encoder, self.name)
+        found = example_at(self.documents, int(self._drawn()), self.encoder, self.name)
         self.used += len(found.ids)
-        self.longest = max(self.longest, len(found.ids))
         self._step()
+        return found
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the numbers of the documents in the order of pass `epoch`."""
+        found: NDArray[np.int64] = generator(self.seed, self.name, epoch).permutation(self.numbers)
         return found
 
     def amount(self) -> int:

@@ -52,6 +52,32 @@ class Prompter:
         self.special = set(tokenizer.all_special_ids)
         self.ends = self._ends()
 
+    @property
+    def begin(self) -> int | None:
+        """The token with which a plain text begins; None where the tokenizer and the config have none.
+
+        It is the begin-of-text token, or where there is none, or it opens the turns of a chat (SmolLM2's), a token that
+        ends texts and no turns.
+        """
+        begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if begin is None:
+            given = self.folder.config.get("bos_token_id")
+            begin = given if type(given) is int else None
+        chat = self._chat()
+        if begin is not None and chat.count(begin) <= 1:
+            return begin
+        named = [token for token in sorted(self.special) if _ends_texts(self.tokenizer.decode([token]))]
+        return next((token for token in [end, *named] if token is not None and token not in chat), begin)
+
+    def _chat(self) -> list[int]:
+        """Return the tokens of a question and an answer; none without a template, or where it refuses them."""
+        if not self.tokenizer.chat_template:
+            return []
+        try:
+            return self.tokenizer.ids(self.tokenizer.render(ANSWER), special=False)
+        except BadInput:
+            return []
+
     def continuing(self, beginning: str) -> list[int]:
         """Return the tokens of a text to continue, without the token with which a tokenizer closes a text."""
         ids = self.tokenizer.ids(beginning)
@@ -98,6 +124,11 @@ class Prompter:
         # Other ids can be neither generated nor used as padding; -1 means none.
         rows = vocabulary_of(self.folder.config) or sys.maxsize
         return {token for token in found if type(token) is int and 0 <= token < rows}
+
+
+def _ends_texts(name: str) -> bool:
+    """Return whether a special token is named as one that ends texts: `<|endoftext|>`, `<|end_of_text|>`, `<eos>`."""
+    return "".join(filter(str.isalpha, name)).casefold() in ("endoftext", "eos")
 
 
 def continued(model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most: int, **how: Any) -> list[Turn]:

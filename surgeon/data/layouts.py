@@ -2,7 +2,7 @@
 
 A text is under `text`; a labelled text has `text` (and `text_pair`) and `label`. Chats are lists of messages (OpenAI's
 and TRL's with `role` and `content`, ShareGPT's with `from` and `value`), or pairs of question and answer, as in Alpaca,
-Dolly and TRL (texts, or lists of messages).
+Dolly and TRL (texts, or lists of messages). `cut: true` says that a text, or a chat's last message, is not complete.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from surgeon.errors import BadInput, printable
 TEXT = "text"
 # Keys of a labelled text: the label, and a second text.
 LABEL, PAIR = "label", "text_pair"
+# Key of a text or chat that `surgeon recall` wrote: whether it was cut at the longest length.
+CUT = "cut"
 # Keys of a chat: lists of messages (the first that exists is used); questions; answers; unambiguous pairs of question
 # and answer, which are preferred; keys that may accompany them.
 _LISTS = ("messages", "conversations", "conversation", "contents")
@@ -26,7 +28,7 @@ _ANSWERS = ("output", "completion", "response", "answer", "solution")
 _USUAL = (("instruction", "output"), ("prompt", "completion"))
 _MORE, _HISTORY = ("input", "context"), "history"
 _SYSTEM, _TOOLS = ("system", "system_prompt"), "tools"
-_BESIDE = (*_SYSTEM, _TOOLS)
+_BESIDE = (*_SYSTEM, _TOOLS, CUT)
 # Pairs of preferred and rejected answers, for DPO and similar methods, which need another loss.
 _PREFERRED = ("chosen", "rejected")
 _PREFERENCES = (
@@ -45,14 +47,23 @@ class Labelled:
     label: str | int
 
 
-Document = str | Chat | Labelled
+@dataclass(frozen=True)
+class CutText:
+    """A text that is not complete, so that nothing teaches its end."""
+
+    text: str
+
+
+Document = str | CutText | Chat | Labelled
 
 
 def said_in(document: Document) -> list[str]:
     """Return the texts of a document: a text, two texts, or the contents of a chat's messages."""
     if isinstance(document, Chat):
         return [message.content for message in document.messages]
-    return [document] if isinstance(document, str) else [document.text, document.pair or ""]
+    if isinstance(document, Labelled):
+        return [document.text, document.pair or ""]
+    return [document if isinstance(document, str) else document.text]
 
 
 @dataclass(frozen=True)
@@ -72,9 +83,11 @@ def _said(key: str, spec: RowsSpec) -> Layout:
         if spec.kind is None and _has_messages(entry[key]):
             return _listed(key).read(entry, where)
         text = _text(entry[key], key, where)
-        return _labelled(text, entry, where) if spec.kind == "labels" else text
+        if spec.kind == "labels":
+            return _labelled(text, entry, where)
+        return CutText(text) if entry.get(CUT) is True else text
 
-    return Layout((key,), {"labels": (PAIR, LABEL), None: _BESIDE}.get(spec.kind, ()), read)
+    return Layout((key,), {"labels": (PAIR, LABEL), None: _BESIDE}.get(spec.kind, (CUT,)), read)
 
 
 def _listed(key: str) -> Layout:
@@ -143,7 +156,7 @@ def _chat(entry: Mapping[str, Any], turns: Sequence[Message], where: str) -> Cha
         elif any(message.role == ASSISTANT for message in messages):
             why = "every message of the role `assistant` is left out of the loss (`weight`, `train`)"
         raise BadInput(f"{printable(where)}: {why}, so there is nothing to train on; remove this chat")
-    return Chat(tuple(messages), tools_of(entry.get(_TOOLS), where))
+    return Chat(tuple(messages), tools_of(entry.get(_TOOLS), where), entry.get(CUT) is True)
 
 
 def _layouts_of(names: Collection[str], spec: RowsSpec) -> list[Layout]:

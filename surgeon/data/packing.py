@@ -1,7 +1,9 @@
 """Packing of documents into sequences of one length: deterministic for a seed, resumable at every sequence.
 
-A source's position is three numbers (pass, document, tokens used of it). A mixture's position is those of its sources
-plus a credit for each. There is no buffer, so a checkpoint of the data is a few hundred bytes.
+A source is drawn in windows of one sequence, in random order, so that a run shorter than a pass sees many documents and
+no step is filled by one. Whole windows are sequences of their own; short documents and the ends of long ones share
+sequences. A source's position is the pass, the place in its order, the tokens used there, and which documents wait in a
+sequence that is not full. So a checkpoint of the data is a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.data.documents import Corpus
-from surgeon.data.layouts import said_in
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:
@@ -28,17 +29,23 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 # In a batch: the numbers of its sequences among all that the run draws.
 NUMBERS = "sequence_numbers"
+# In a batch: whether the base alone teaches on a sequence, so that cross-entropy does not count it.
+ALONE = "taught_alone"
 Packing = Literal["isolated", "joined"]
 
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Token ids, labels and positions (lists of the same length), and the number of their source's domain."""
+    """Token ids, labels and positions (lists of the same length), and the number of their source's domain.
+
+    `alone`: the base alone teaches on it, and cross-entropy does not count it.
+    """
 
     ids: list[int]
     labels: list[int]
     positions: list[int]
     domain: int
+    alone: bool = False
 
 
 class Packer:
@@ -49,11 +56,16 @@ class Packer:
     before. `joined`: documents follow each other as one text.
     """
 
-    def __init__(self, length: int, packing: Packing, domain: int) -> None:
+    def __init__(self, length: int, packing: Packing, domain: int, *, alone: bool = False) -> None:
         self.length = length
         self.packing = packing
         self.domain = domain
+        self.alone = alone
         self._clear()
+
+    def another(self) -> Packer:
+        """Return an empty packer of the same kind."""
+        return Packer(self.length, self.packing, self.domain, alone=self.alone)
 
     def _clear(self) -> None:
         """Begin a new empty sequence."""
@@ -81,7 +93,7 @@ class Packer:
 
     def take(self) -> PackedSequence:
         """Return the current sequence and begin the next one."""
-        taken = PackedSequence(self.ids, self.labels, self.positions, self.domain)
+        taken = PackedSequence(self.ids, self.labels, self.positions, self.domain, self.alone)
         self._clear()
         return taken
 
@@ -96,11 +108,11 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Stream(ABC, Generic[_T]):
-    """The endless sequences or examples of one source; every pass has a new random order of documents.
+    """The endless sequences or examples of one source; every pass has a new random order.
 
-    Resumable between any two items: the position is `epoch` (the pass), `position` (the document's number in the pass's
-    order) and `used`. `used` counts tokens: for sequences the tokens taken from the current document, for examples the
-    tokens of all examples so far, without padding. `longest` is the most tokens of a document so far.
+    Resumable between any two items: the position is `epoch` (the pass), `position` (a place in the pass's order) and
+    `used`. `used` counts tokens: for sequences the tokens taken at this place, for examples the tokens of all examples
+    so far, without padding.
     """
 
     name: str
@@ -110,7 +122,6 @@ class Stream(ABC, Generic[_T]):
     epoch: int = field(default=0, init=False)
     position: int = field(default=0, init=False)
     used: int = field(default=0, init=False)
-    longest: int = field(default=0, init=False)
     _order: NDArray[np.int64] | None = field(default=None, init=False)
 
     @abstractmethod
@@ -121,75 +132,146 @@ class Stream(ABC, Generic[_T]):
     def amount(self) -> int:
         """Count the tokens, or examples, of one pass."""
 
+    @abstractmethod
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Return what pass `epoch` draws, in its order: one row for each draw, documents by number."""
+
     def state(self) -> list[int]:
         """Return the position between two items."""
         return [self.epoch, self.position, self.used]
 
     def restore(self, state: Sequence[int]) -> None:
         """Go back to the position `state`, as `state()` returned it."""
-        self.epoch, self.position, self.used = state
+        self.epoch, self.position, self.used = state[:3]
         self._order = None
 
-    def _number(self) -> int:
-        """Return the number of the document at the position."""
+    def _drawn(self) -> Any:
+        """Return the row of the order at the position."""
         if self._order is None:
-            self._order = generator(self.seed, self.name, self.epoch).permutation(self.numbers)
-        return int(self._order[self.position])
+            self._order = self.order(self.epoch)
+        return self._order[self.position]
 
     def _step(self) -> bool:
-        """Advance to the next document; return whether it is the first of a new pass."""
+        """Advance to the next draw; return whether it is the first of a new pass."""
+        assert self._order is not None, "`_drawn` comes first"
         self.position += 1
-        if self.position < len(self.numbers):
+        if self.position < len(self._order):
             return False
         self.epoch, self.position, self._order = self.epoch + 1, 0, None
         return True
 
 
+# A document is drawn in as many parts as it would have windows at this many bytes a token. Most tokenizers make fewer
+# tokens, so most parts are one window or none.
+_BYTES_A_TOKEN = 2
+# Windows are shuffled among documents of about this many bytes, whose tokens are kept: so each document is tokenised
+# once a pass, and the tokens kept take a few dozen MB.
+_SHUFFLED_BYTES = 2**25
+
+
 @dataclass(eq=False)
 class SourceStream(Stream[PackedSequence]):
-    """The endless sequences of one source."""
+    """The endless sequences of one source.
+
+    A draw is a part of a document: a window of the sequences' length, the document's shorter end, both, or nothing.
+    """
 
     encoder: Encoder
     packer: Packer
-    _current: tuple[tuple[int, int], Encoded] | None = field(default=None, init=False)
+    # The documents in the sequence that is not full: for each its number and the first of its tokens there.
+    _waiting: list[int] = field(default_factory=list, init=False)
+    # Tokens, and which count, of documents among which windows are shuffled; and the number of this group.
+    _kept: dict[int, tuple[NDArray[np.int32], NDArray[np.bool_]]] = field(default_factory=dict, init=False)
+    _group: int = field(default=0, init=False)
 
     def next(self) -> PackedSequence:
         """Return the next sequence with a label that counts. Raises BadInput where two passes have none."""
         passes = 0
         while True:
-            while self.packer.room:
-                encoded = self._encoded()
-                self.used += self.packer.add(encoded, self.used)
-                if self.used >= len(encoded[0]):
-                    self.used = 0
-                    passes += self._step()
-                    if passes > 1 and not self.packer.teaches:
-                        raise BadInput(
-                            f"source {printable(self.name)}: the loss counts none of its tokens; look at its texts"
-                        )
-            teaches, taken = self.packer.teaches, self.packer.take()
-            if teaches:
-                return taken
+            number, begin, end = self._part(self._drawn())
+            begin += self.used
+            # A whole window is a sequence of its own, so that its context is not cut.
+            packer = self.packer.another() if end - begin >= self.packer.length else self.packer
+            if begin < end:
+                if packer is self.packer:
+                    self._waiting += [number, begin]
+                taken = packer.add(self._tokens(number, begin, end), 0)
+                self.used, begin = self.used + taken, begin + taken
+            if begin >= end:
+                self.used = 0
+                passes += self._step()
+            if not packer.room:
+                teaches, sequence = packer.teaches, packer.take()
+                if packer is self.packer:
+                    self._waiting.clear()
+                if teaches:
+                    return sequence
+            if passes > 1 and not self.packer.teaches:
+                raise BadInput(f"source {printable(self.name)}: the loss counts none of its tokens; look at its texts")
 
     def amount(self) -> int:
         """Count the tokens of one pass; every document is tokenised."""
         return sum(len(self.encoder.encode(self.documents.read(int(number)))[0]) for number in self.numbers)
 
-    def lengths(self) -> Iterator[tuple[int, int]]:
-        """Yield the tokens and UTF-8 bytes of the documents in the order in which they are drawn, pass after pass."""
-        for epoch in itertools.count():
-            for number in generator(self.seed, self.name, epoch).permutation(self.numbers):
-                document = self.documents.read(int(number))
-                yield len(self.encoder.encode(document)[0]), sum(len(text.encode()) for text in said_in(document))
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the draws of pass `epoch`, (draws, 4): a document's number, which part of it, of how many, its group.
 
-    def _encoded(self) -> Encoded:
-        """Return the tokens of the current document, encoded only once."""
-        place = self.epoch, self.position
-        if self._current is None or self._current[0] != place:
-            encoded = self.encoder.encode(self.documents.read(self._number()))
-            self.longest = max(self.longest, len(encoded[0]))
-            self._current = place, encoded
-        return self._current[1]
+        Documents in random order form groups of about `_SHUFFLED_BYTES`; within a group the parts are in random order.
+        """
+        drawn = generator(self.seed, self.name, epoch)
+        numbers = drawn.permutation(self.numbers)
+        sizes = np.asarray(self.documents.rows.sizes, dtype=np.int64)[numbers]
+        parts = np.maximum(1, -(-sizes // (_BYTES_A_TOKEN * self.packer.length)))
+        groups = (np.cumsum(sizes) - sizes) // _SHUFFLED_BYTES
+        which = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        draws = np.column_stack([np.repeat(column, parts) for column in (numbers, parts, parts, groups)])
+        draws[:, 1] = which
+        found: NDArray[np.int64] = draws[np.lexsort((drawn.random(len(draws)), draws[:, 3]))]
+        return found
+
+    def lengths(self) -> Iterator[tuple[int, float]]:
+        """Yield the tokens and UTF-8 bytes of what is drawn, draw after draw and pass after pass."""
+        for epoch in itertools.count():
+            for draw in self.order(epoch):
+                number, begin, end = self._part(draw)
+                if begin < end:
+                    share = (end - begin) / len(self._kept[number][0])
+                    yield end - begin, share * self.documents.rows.sizes[number]
+
+    def state(self) -> list[int]:
+        """Return the position between two sequences, with the documents that wait in one that is not full."""
+        return [*super().state(), *self._waiting]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Go back to the position `state`, as `state()` returned it."""
+        super().restore(state)
+        self.packer, self._waiting = self.packer.another(), list(state[3:])
+        for number, begin in zip(self._waiting[::2], self._waiting[1::2], strict=True):
+            self.packer.add(self._tokens(number, begin, None), 0)
+
+    def _part(self, draw: Sequence[int]) -> tuple[int, int, int]:
+        """Return the document's number, and begin and end (exclusive) in tokens of the part that `draw` names."""
+        number, which, parts, group = (int(each) for each in draw)
+        if group != self._group:
+            self._kept.clear()
+            self._group = group
+        count = self._count(number)
+        windows = -(-count // self.packer.length)
+        begin, end = (windows * nth // parts * self.packer.length for nth in (which, which + 1))
+        return number, begin, min(end, count)
+
+    def _count(self, number: int) -> int:
+        """Return the number of a document's tokens, which are kept."""
+        if number not in self._kept:
+            ids, counted = self.encoder.encode(self.documents.read(number))
+            self._kept[number] = np.array(ids, dtype=np.int32), np.array(counted, dtype=np.bool_)
+        return len(self._kept[number][0])
+
+    def _tokens(self, number: int, begin: int, end: int | None) -> Encoded:
+        """Return a document's tokens from `begin` to `end` (exclusive; None: its end), and which of them count."""
+        self._count(number)
+        ids, counted = self._kept[number]
+        return ids[begin:end].tolist(), counted[begin:end].tolist()
 
 
 def one_pass(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
@@ -267,9 +349,9 @@ class Batches(Generic[_T]):
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:
-    """Return a batch of int64 tensors: `input_ids`, `labels`, `position_ids`, and `domain_ids` if `domains` is set.
+    """Return a batch of int64 tensors: `input_ids`, `labels` and `position_ids`, of the shape (sequences, length).
 
-    `domain_ids` has the shape (sequences), the others (sequences, length).
+    If `domains` is set, also `domain_ids` and ALONE (bool), of the shape (sequences).
     """
     import torch
 
@@ -280,6 +362,7 @@ def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> di
     }
     if domains:
         batch["domain_ids"] = torch.tensor([sequence.domain for sequence in sequences])
+        batch[ALONE] = torch.tensor([sequence.alone for sequence in sequences])
     return batch
 
 

@@ -3,8 +3,10 @@
 Pseudo-rehearsal (Robins, 1995); self-synthesised rehearsal of language models (Huang et al., 2024); for models that
 answer, both turns from the bare chat template (Magpie, Xu et al., 2024).
 
-The unit of work is a batch of documents; its number determines its random numbers. So an interrupted run continues
-after the last whole batch, and ends with the same text as a run without interruption.
+The unit of work is a run of `_RUN` times as many documents as are written at a time; a document's number determines
+its random numbers. An interrupted recall continues after the last whole run. One that is asked for more tokens writes
+its last run again as far as it came. So the text is the same whenever it was interrupted, and a longer one begins with
+the shorter one.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import read_own, sync, working_in, write_durably
 from surgeon.data.layouts import Document, document_of
-from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge
+from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge, record_of
 from surgeon.data.specs import GenerateSpec, RowsSpec
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import template_of
@@ -52,6 +54,12 @@ if TYPE_CHECKING:
 
 # The default longest document: longer documents drift from the model's training text.
 LENGTH = 512
+# Documents of a run, for each that is written at a time: the last ones of a run are written with rows free.
+_RUN = 4
+# The first line on speed comes after this many tokens of each document that is written at a time.
+_FIRST_TOKENS = 16
+# How tokens are drawn by a chat template: at temperature 1, small chat models write nonsense.
+_CHATS = {"temperature": 0.7, "top_p": 0.9}
 # Where a larger share of documents than this is filtered, the user gets advice.
 _MANY_LOST = 0.3
 
@@ -97,7 +105,7 @@ class Recalled:
             `path`: the file
             `base`, `digest`: the model that wrote it, and the digest of the model's config and tensors
             `settings`: `tokens`, `prompts`, `temperature`, `top_p`, `length`, `batch`, `seed`, `dtype`
-            `counts`: `batches`; documents `written` and `kept`; `tokens` kept, and how many documents were `cut` at the
+            `counts`: documents `written` and `kept`; `tokens` kept, and how many documents were `cut` at the
                 longest length; filtered out: `loops`, `duplicates`, `empty`
             `sha256`: the file's digest
             `seconds`, `tokens_per_second`: of this call, filtered text included
@@ -112,8 +120,8 @@ def recall(
     tokens: int,
     to: str | Path,
     prompts: str | None = None,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
+    temperature: float | None = None,
+    top_p: float | None = None,
     length: int | None = None,
     batch: int = 32,
     seed: int = 0,
@@ -128,23 +136,26 @@ def recall(
     """Let the model `base` (a folder, also an output of surgeon, or a Hub id) write at least `tokens` tokens to `to`.
 
     `to` is a .jsonl file, absent or complete at any moment: a line is `{"text": …}`, or `{"messages": […]}` of a
-    question and an answer. The file `to`.recall next to it contains the model's digest and all settings.
+    question and an answer, with `"cut": true` where `length` ended it and not the model. The file `to`.recall next to
+    it contains the model's digest and all settings. Where `to` exists with fewer tokens, it is continued.
 
     Args:
         base: The model: a folder (also an output of surgeon) or a Hub id.
         tokens: The least number of tokens to write.
-        to: The new .jsonl file.
+        to: The .jsonl file.
         prompts: The beginning of a document: `begin` (the begin-of-text token), `template` (the bare chat template), or
-            a text file with one beginning per line; None: the template where there is one.
-        temperature: Sampling temperature; 1: the model's own distribution.
-        top_p: Sample among the likeliest tokens with this share of the probability.
+            a file of prompts, one per line or JSON lines with `prompt`: questions to answer where the model has a chat
+            template, else texts to continue; None: the template where there is one.
+        temperature: Sampling temperature; None: 0.7 by a chat template, else 1, the model's own distribution.
+        top_p: Sample among the likeliest tokens with this share of the probability; None: 0.9 by a chat template, else
+            1.
         length: The longest document in tokens; None: 512.
         batch: Documents at a time.
         seed: Seed of all random numbers.
         revision: Branch, tag or commit of a Hub id.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
-        once: Whether the file may exist already, if the same model wrote it by the same settings, here; a signed file
-            next to it proves this.
+        once: Whether the file may exist already with enough tokens, if the same model wrote it by the same settings,
+            here; a signed file next to it proves this.
         take_over: Whether to continue a recall that this user did not begin in this place; a call always continues its
             own.
         device: auto, cpu, cuda or cuda:N.
@@ -164,8 +175,6 @@ def recall(
     )
     located = locate(str(base), revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
-    if prompts is None:
-        spec = spec.model_copy(update={"prompts": TEMPLATE if template_of(folder) else BEGIN})
     return recalled(
         folder,
         spec,
@@ -195,15 +204,19 @@ def recalled(
 ) -> Recalled:
     """Do the work of `recall` with an opened model; `shown` is the model's name in the record.
 
-    With `once` the file may exist already, if the same model wrote it by the same settings, here; a signed file next to
-    it proves this. Then nothing is written again. Raises BadInput as `recall` does.
+    A file that exists is continued where the same model wrote it by the same settings. With `once` it may have enough
+    tokens already, and a signed file next to it must prove that it was written here. Raises BadInput as `recall` does.
     """
     settings = _settled(folder, spec) | {"seed": seed, "dtype": dtype}
+    beside = record_of(target)
     there = os.path.lexists(target)
-    if there and not once:
-        raise BadInput(f"{printable(str(target))}: exists; choose another name, or move it away")
+    noted = _tokens_of(beside) if there else None
+    enough = noted is not None and noted >= settings["tokens"]
+    if there and not once and (noted is None or enough):
+        more = "" if noted is None else f" with {noted:,} tokens; ask for more, and it is continued, or"
+        raise BadInput(f"{printable(str(target))}: exists{more or ';'} choose another name, or move it away")
     # Made before the folder is locked: the tokenizer's child process would inherit the lock.
-    writer = None if there else _writer(folder, settings, listener.say)
+    writer = None if there and (noted is None or enough) else _writer(folder, settings, listener.say)
     # Refuse a bad device or dtype now, before the work folder is made.
     devices.resolve(device)
     if dtype != "auto":
@@ -215,21 +228,28 @@ def recalled(
     found = digests_of(folder, folder.tensors, listener.advance)
     tensors = {name: [info.dtype, list(info.shape), found[name]] for name, info in folder.tensors.items()}
     digest = _sha256({"config": folder.config, "tensors": tensors})
-    fingerprint = _sha256({"version": __version__, "digest": digest, "settings": settings})
-    place = target.with_name(f".{target.name}.recall")
-    beside = target.with_name(f"{target.name}.recall")
+    # A longer text begins with the shorter one, so it is the same recall.
+    asked = {name: value for name, value in settings.items() if name != "tokens"}
+    fingerprint = _sha256({"version": __version__, "digest": digest, "settings": asked})
+    made = Recalled(target, shown, digest, settings, Counts(), "", 0, 0.0, None)
+    if there:
+        made = _there(made, beside)
+        if once:
+            _check_signed(made, beside, take_over=take_over, say=listener.say)
     if writer is None:
-        expected = Recalled(target, shown, digest, settings, Counts(), "", 0, 0.0, None)
-        return _there(expected, beside, take_over=take_over, say=listener.say)
+        return made
+    place = target.with_name(f".{target.name}.recall")
     kept = f"what was written is kept in {printable(str(place))}: the same command continues"
     with writing(place, kept=kept), working_in(place, target=target, marker=RECORD) as work:
-        text = TextSoFar.open(work, fingerprint, take_over=take_over, say=listener.say)
-        made = Recalled(target, shown, digest, settings, text.counts, "", text.counts.tokens, 0.0, None)
+        shorter = (target, made.counts) if there else None
+        text = TextSoFar.open(work, fingerprint, shorter, take_over=take_over, say=listener.say)
+        made = replace(made, counts=text.counts, resumed_at=text.counts.tokens)
         try:
             made = _written(made, text, writer, device, listener)
         except NearlyNothing:
-            # There is nothing to continue: free the name for other settings.
-            work.remove(last=RECORD)
+            if not made.resumed_at:
+                # There is nothing to continue: free the name for other settings.
+                work.remove(last=RECORD)
             raise
         record = json.dumps(made.record(), indent=1) + "\n"
         write_durably(beside, record)
@@ -244,7 +264,7 @@ def recalled(
 
 @dataclass(frozen=True)
 class Sampled:
-    """Kept documents of the first batch; the number of documents `written`, and the kept documents' tokens.
+    """Kept documents of the first ones; the number of documents `written`, and the kept documents' tokens.
 
     `seconds` is the time of writing, without loading the model.
     """
@@ -264,35 +284,45 @@ def sampled(
     device: str,
     say: Callable[[str], None],
 ) -> Sampled:
-    """Return the first batch that `recalled` would write, timed; nothing is written to disk.
+    """Return as many documents as are written at a time, timed; nothing is written to disk.
 
-    Raises BadInput as `recalled` does, and where no document of the batch could be kept.
+    Raises BadInput as `recalled` does, and where no document could be kept.
     """
     settings = _settled(folder, spec) | {"seed": seed, "dtype": dtype}
     writer = _writer(folder, settings, say)
     writer.load(devices.resolve(device), say)
     begun = time.perf_counter()
-    batch = writer.write(0)
+    written = list(writer.write(range(settings["batch"])))
     seconds = time.perf_counter() - begun
     text = TextSoFar.in_memory()
-    lines = text.keep(batch, settings["tokens"]).splitlines()
+    lines = b""
+    for document in written:
+        # The text may need only a part of them.
+        if text.counts.tokens < settings["tokens"]:
+            lines += text.keep(document)
     if not lines:
         raise NearlyNothing.of(text.counts, settings)
-    documents = [document_of(json.loads(line), RowsSpec(), str(folder.path)) for line in lines]
-    # The text may need only a part of the batch.
-    return Sampled(documents, text.counts.written, text.counts.tokens, seconds * text.counts.written / len(batch))
+    documents = [document_of(json.loads(line), RowsSpec(), str(folder.path)) for line in lines.splitlines()]
+    return Sampled(documents, text.counts.written, text.counts.tokens, seconds * text.counts.written / len(written))
 
 
-def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[str], None]) -> Recalled:
-    """Return the result for a text that exists already.
-
-    Raises BadInput where it is not `expected`, or, without `take_over`, was not written by this user in this place.
-    """
+def _tokens_of(beside: Path) -> int | None:
+    """Return how many tokens the text next to a record has, by the record; None where there is none."""
     try:
-        content = read_own(beside) or b""
-        record = json.loads(content)
+        found = json.loads(read_own(beside) or b"")["counts"]["tokens"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return found if type(found) is int else None
+
+
+def _there(expected: Recalled, beside: Path) -> Recalled:
+    """Return `expected` with the counts of a text that exists. Raises BadInput where another model or call wrote it."""
+    try:
+        record = json.loads(read_own(beside) or b"")
         made = replace(expected, counts=Counts(**record["counts"]), sha256=record["sha256"])
-        same = record == made.record() | {"base": record["base"]}
+        # Only the number of tokens may differ, and the name by which the model was called.
+        settings = expected.settings | {"tokens": record["settings"]["tokens"]}
+        same = record == replace(made, settings=settings).record() | {"base": record["base"]}
         same = same and hashlib.sha256(read_own(expected.path) or b"").hexdigest() == made.sha256
     except (ValueError, TypeError, KeyError):
         same = False
@@ -301,7 +331,15 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
             f"{printable(str(expected.path))}: not what this model writes by these settings; remove it, and it is"
             " written again"
         )
-    file, digest = _signed_file(expected.path), hashlib.sha256(content).hexdigest()
+    return made
+
+
+def _check_signed(made: Recalled, beside: Path, *, take_over: bool, say: Callable[[str], None]) -> None:
+    """Raise BadInput where a text was not written by this user in this place, unless `take_over` is set; sign it then.
+
+    `beside` is the record of the text.
+    """
+    file, digest = _signed_file(made.path), hashlib.sha256(read_own(beside) or b"").hexdigest()
     words = {"again": "have it written again"}
     if not os.path.lexists(file):
         words["unsigned"] = "no signed file beside it says that this user did: a call without --once writes none"
@@ -311,11 +349,10 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
         signed = None
     if signed is None or signed.data != digest:
         signed = UNSIGNED
-    holds = f"text that this model wrote, {expected.settings['tokens']:,} tokens"
-    check_own(signed, expected.path, holds, take_over=take_over, say=say, **words)
+    holds = f"text that this model wrote, {made.counts.tokens:,} tokens"
+    check_own(signed, made.path, holds, take_over=take_over, say=say, **words)
     if not signed.here:
         write_signed(file, digest)
-    return made
 
 
 def _signed_file(target: Path) -> Path:
@@ -339,26 +376,50 @@ def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
             f"{spec.tokens} tokens are fewer than one document of {length}; ask for more tokens, or shorter documents"
             " (`length`)"
         )
-    settings: dict[str, Any] = spec.model_dump() | {"length": length}
-    if spec.prompts not in (BEGIN, TEMPLATE):
-        settings["prompts_sha256"] = hashlib.sha256(beginnings(str(spec.prompts)).encode()).hexdigest()
+    template = template_of(folder) is not None
+    prompts = spec.prompts or (TEMPLATE if template else BEGIN)
+    settings: dict[str, Any] = spec.model_dump() | {"prompts": prompts, "length": length}
+    chats = prompts == TEMPLATE or (template and prompts != BEGIN)
+    for name, of_chats in _CHATS.items():
+        if settings[name] is None:
+            settings[name] = of_chats if chats else 1.0
+    if prompts not in (BEGIN, TEMPLATE):
+        settings["prompts_sha256"] = _sha256(beginnings(prompts))
     return settings
 
 
-def beginnings(path: str) -> str:
-    """Return the text of a file of prompts. Raises BadInput where it cannot be read, has no prompt, or is JSON."""
+def beginnings(path: str) -> list[str]:
+    """Return the prompts of a file: its lines, or `prompt` of each line where these are JSON objects.
+
+    Raises BadInput where the file cannot be read, or has no prompt.
+    """
     content = read_given(Path(meant(path)), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadInput(f"{printable(path)}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    if not text.strip():
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
         raise BadInput(f"{printable(path)}: no beginnings; write one a line")
-    for whole in (text, text.strip().splitlines()[0]):
+    for whole in (text, lines[0]):
         with suppress(ValueError, RecursionError):
             if isinstance(json.loads(whole), dict | list):
-                raise BadInput(f"{printable(path)}: JSON; beginnings are plain text, one a line")
-    return text
+                return [_prompt_in(line, path) for line in lines]
+    return lines
+
+
+def _prompt_in(line: str, path: str) -> str:
+    """Return the prompt in a line of JSON. Raises BadInput where it has none."""
+    try:
+        found = json.loads(line)["prompt"]
+        if isinstance(found, str) and found.strip():
+            return found
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise BadInput(
+        f"{printable(path)}: JSON without a text `prompt` in each line; write one prompt a line, as plain text or as"
+        ' {"prompt": …}'
+    )
 
 
 def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[str], None]) -> Writer:
@@ -366,43 +427,63 @@ def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[s
 
     Raises BadInput where the model cannot start from the requested beginnings.
     """
-    lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else beginnings(settings["prompts"])
+    prompts = None if settings["prompts"] in (BEGIN, TEMPLATE) else beginnings(settings["prompts"])
 
     from surgeon.data.writing import Writer
 
-    writer = Writer(folder, settings, lines)
-    if found := writer.tokenizer.control_tokens(lines or ""):
+    writer = Writer(folder, settings, prompts)
+    if found := writer.tokenizer.control_tokens("\n".join(prompts or [])):
         tokens = f"{found.total():,} control tokens ({printable(', '.join(found), 80)})"
         say(f"{printable(settings['prompts'])}: {tokens} in the beginnings are read as tokens")
     return writer
 
 
 def _written(made: Recalled, text: TextSoFar, writer: Writer, device: str, listener: Listener) -> Recalled:
-    """Write batch after batch until there are enough tokens; return `made` with the final counts, digest and speed.
+    """Write run after run until there are enough tokens; return `made` with the final counts, digest and speed.
 
     Raises NearlyNothing where almost everything is filtered.
     """
     settings, goal = made.settings, made.settings["tokens"]
+    at_once = settings["batch"]
     listener.begin("recalling", goal, "tokens")
     listener.advance(text.counts.tokens)
-    begun, spent, sampled = time.perf_counter(), 0.0, 0
+    begun, sampled = time.perf_counter(), 0
     if text.counts.tokens < goal:
         writer.load(devices.resolve(device), listener.say)
         begun = time.perf_counter()
+
+    def count(tokens: int) -> None:
+        """Count sampled tokens; report the speed as soon as it is known."""
+        nonlocal sampled
+        before, sampled = sampled, sampled + tokens
+        if before < _FIRST_TOKENS * at_once <= sampled:
+            speed = sampled / (time.perf_counter() - begun)
+            left = datetime.timedelta(seconds=round((goal - made.resumed_at) / speed))
+            listener.say(f"writing {at_once} documents at a time, {speed:,.0f} tokens/s: {left} if all are kept")
+
     while text.counts.tokens < goal:
-        before = text.counts
-        batch = writer.write(before.batches)
-        sampled += sum(each.tokens for each in batch)
-        text.save(text.keep(batch, goal))
-        judge(text.counts, settings)
-        listener.advance(text.counts.tokens - before.tokens)
-        spent = time.perf_counter() - begun
-        if 10 * before.tokens // goal < 10 * text.counts.tokens // goal:
-            left = max(0, goal - text.counts.tokens) * spent / max(1, text.counts.tokens - made.resumed_at)
-            listener.say(
-                f"recalled {text.counts.tokens:,} of {goal:,} tokens, {sampled / spent:,.0f} tokens/s,"
-                f" {datetime.timedelta(seconds=round(left))} left"
-            )
+        written = text.counts.written
+        first = written - written % (_RUN * at_once)
+        lines = b""
+        for number, document in enumerate(writer.write(range(first, first + _RUN * at_once), count), first):
+            if number < written:
+                # It is in the text already, or was filtered: the last run was not needed to its end.
+                continue
+            before = text.counts.tokens
+            lines += text.keep(document)
+            judge(text.counts, settings)
+            listener.advance(text.counts.tokens - before)
+            if 10 * before // goal < 10 * text.counts.tokens // goal:
+                spent = time.perf_counter() - begun
+                left = max(0, goal - text.counts.tokens) * spent / max(1, text.counts.tokens - made.resumed_at)
+                listener.say(
+                    f"recalled {text.counts.tokens:,} of {goal:,} tokens, {sampled / spent:,.0f} tokens/s,"
+                    f" {datetime.timedelta(seconds=round(left))} left"
+                )
+            if text.counts.tokens >= goal:
+                break
+        text.save(lines)
+    spent = time.perf_counter() - begun
     lost = text.counts.written - text.counts.kept
     if lost > _MANY_LOST * text.counts.written:
         listener.say(f"{text.counts.filtered}; another temperature (now {settings['temperature']:g}) may lose fewer")

@@ -1,4 +1,4 @@
-"""The text that a recall has written so far: stored durably and recorded after every batch, with its filters."""
+"""The text that a recall has written so far: stored durably and recorded from time to time, with its filters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from typing import Any
 from surgeon.common.schema import TEMPLATE
 from surgeon.common.signed import check_own, read_signed, write_signed
 from surgeon.common.work_folders import WorkFolder, read_own
+from surgeon.data.layouts import CUT
 from surgeon.errors import BadInput, printable
 
 RECORD, _PART = "run.json", "part.jsonl"
-# The recall fails where, after this many batches, a smaller share of documents than this was kept.
+
+
+def record_of(text: Path) -> Path:
+    """Return the path of the record of a recalled text; where it exists, a model wrote the text."""
+    return text.with_name(f"{text.name}.recall")
+
+
+# The recall fails where, after this many times the documents at a time, a smaller share than this was kept.
 _LEAST_KEPT, _JUDGED = 0.05, 4
 
 
@@ -60,7 +68,6 @@ class Counts:
     `cut`: the kept documents that reached the longest length before the model ended them.
     """
 
-    batches: int = 0
     written: int = 0
     kept: int = 0
     tokens: int = 0
@@ -80,7 +87,7 @@ class Counts:
 
 
 class TextSoFar:
-    """The text written so far, and a record of it that is updated after every batch.
+    """The text written so far, and a record of it that `save` updates.
 
     `digest` is a running sha256 of the text. `seen` are the keys of its documents, by which duplicates are found.
     """
@@ -93,10 +100,19 @@ class TextSoFar:
         self.seen: set[bytes] = set()
 
     @classmethod
-    def open(cls, work: WorkFolder, fingerprint: str, *, take_over: bool, say: Callable[[str], None]) -> TextSoFar:
-        """Return the text in the work folder, without an unfinished end.
+    def open(
+        cls,
+        work: WorkFolder,
+        fingerprint: str,
+        shorter: tuple[Path, Counts] | None = None,
+        *,
+        take_over: bool,
+        say: Callable[[str], None],
+    ) -> TextSoFar:
+        """Return the text in the work folder, without an unfinished end; or `shorter`, which is moved there.
 
-        Raises BadInput where it belongs to another run or is damaged, or, without `take_over`, was written elsewhere.
+        `shorter` are a complete text of the same model and settings, and its counts. Raises BadInput where the folder
+        has text of another run or is damaged, or, without `take_over`, was written elsewhere.
         """
         path, file = work.path / _PART, work.path / RECORD
         try:
@@ -105,7 +121,7 @@ class TextSoFar:
             raise _damaged(file, printable(str(error))) from None
         if found is None:
             check_own(None, work.path, "", take_over=take_over, say=say)
-            return cls._begun(path, fingerprint)
+            return cls._begun(path, fingerprint, shorter)
         try:
             record = found.data
             counts = Counts(**record["counts"])
@@ -117,13 +133,16 @@ class TextSoFar:
             if not counts.tokens:
                 # The other recall has no text yet, so nothing is lost.
                 path.unlink(missing_ok=True)
-                return cls._begun(path, fingerprint)
+                return cls._begun(path, fingerprint, shorter)
             raise BadInput(
                 f"{printable(str(work.path))}: holds text of another recall (model or settings differ); remove it, or"
                 " choose another name"
             )
         holds = f"what a model wrote so far, {counts.tokens:,} tokens"
         check_own(found, work.path, holds, take_over=take_over, say=say)
+        if shorter is not None:
+            # The call that moved it was interrupted before, or the one that ended it was interrupted behind.
+            return cls._begun(path, fingerprint, shorter)
         written = (read_own(path) or b"")[: record["bytes"]]
         digest = hashlib.sha256(written)
         if digest.hexdigest() != record["sha256"]:
@@ -137,11 +156,16 @@ class TextSoFar:
         return part
 
     @classmethod
-    def _begun(cls, path: Path, fingerprint: str) -> TextSoFar:
-        """Return an empty text, and record it."""
-        part = cls(path, fingerprint, Counts(), hashlib.sha256())
+    def _begun(cls, path: Path, fingerprint: str, shorter: tuple[Path, Counts] | None) -> TextSoFar:
+        """Return an empty text, or `shorter` moved to `path`, and record it."""
+        written = b"" if shorter is None else read_own(shorter[0]) or b""
+        counts = Counts() if shorter is None else shorter[1]
+        part = cls(path, fingerprint, counts, hashlib.sha256(written))
+        part.seen = {_key(line) for line in written.splitlines()}
         # Written before any text: if the disk became full in between, text without a record would belong to no run.
-        part._record(0)
+        part._record(len(written))
+        if shorter is not None:
+            shorter[0].rename(path)
         return part
 
     @classmethod
@@ -149,31 +173,22 @@ class TextSoFar:
         """Return an empty text that `keep` can count into, without any file."""
         return cls(Path(), "", Counts(), hashlib.sha256())
 
-    def keep(self, batch: list[Written], goal: int) -> bytes:
-        """Count a batch's documents, and return the lines of the kept ones; stop once there are `goal` tokens."""
+    def keep(self, document: Written) -> bytes:
+        """Count a document; return its line, which says whether it was cut, or nothing where it is filtered."""
+        line = json.dumps(document.entry | {CUT: not document.ended}, ensure_ascii=False).encode() + b"\n"
+        key = _key(line)
         found = asdict(self.counts)
-        found["batches"] += 1
-        lines = b""
-        for document in batch:
-            if found["tokens"] >= goal:
-                break
-            found["written"] += 1
-            line = json.dumps(document.entry, ensure_ascii=False).encode() + b"\n"
-            key = _key(line)
-            if document.empty:
-                found["empty"] += 1
-            elif document.loops:
-                found["loops"] += 1
-            elif key in self.seen:
-                found["duplicates"] += 1
-            else:
-                self.seen.add(key)
-                found["kept"] += 1
-                found["tokens"] += document.tokens
-                found["cut"] += not document.ended
-                lines += line
+        found["written"] += 1
+        why = "empty" if document.empty else "loops" if document.loops else "duplicates" if key in self.seen else None
+        if why is None:
+            self.seen.add(key)
+            found["kept"] += 1
+            found["tokens"] += document.tokens
+            found["cut"] += not document.ended
+        else:
+            found[why] += 1
         self.counts = Counts(**found)
-        return lines
+        return b"" if why else line
 
     def save(self, lines: bytes) -> None:
         """Append lines, durably, and record them."""
@@ -204,6 +219,6 @@ def _key(line: bytes) -> bytes:
 
 
 def judge(counts: Counts, settings: dict[str, Any]) -> None:
-    """Raise NearlyNothing where, after `_JUDGED` batches, too few documents were kept (`_LEAST_KEPT`)."""
-    if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
+    """Raise NearlyNothing where, after `_JUDGED` times the documents at a time, too few were kept (`_LEAST_KEPT`)."""
+    if counts.written >= _JUDGED * settings["batch"] and counts.kept < _LEAST_KEPT * counts.written:
         raise NearlyNothing.of(counts, settings)

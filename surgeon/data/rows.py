@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from surgeon.data.chats import Chat
-from surgeon.data.layouts import Document, said_in
+from surgeon.data.layouts import CutText, Document, said_in
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, bad_input, printable
 
@@ -26,7 +27,8 @@ Row = tuple[Any, str, Callable[[], Document]]
 class Rows:
     """A counter of one source's rows that are no documents, and of control tokens in its documents.
 
-    `blank` counts documents without words, `left_out` bad rows that were left out.
+    `blank` counts documents without words, `left_out` bad rows that were left out. `sizes` has the UTF-8 bytes of each
+    document's texts, by its number.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Rows:
         """Store the options: control tokens of `tokenizer` are counted; `write` raises BadInput for chats to refuse."""
         self.spec = spec
         self.blank = self.left_out = 0
+        self.sizes = array("q")
         self._tokenizer = tokenizer
         self._write = write
         self._written: set[int] = set()
@@ -73,7 +76,8 @@ class Rows:
                 break
             total += 1
             try:
-                has_words = self._look(read(), where)
+                document = read()
+                has_words = self._look(document, where)
             except BadInput as error:
                 kind = _NOT_THE_KIND.sub("", str(error).removeprefix(printable(where)))
                 kind = kind if kind in bad or len(bad) < _KINDS else _OTHERS
@@ -85,6 +89,7 @@ class Rows:
                 continue
             self.blank += not has_words
             if has_words:
+                self.sizes.append(sum(len(text.encode()) for text in said_in(document)))
                 yield place
         few = 2 * wrong <= total
         if wrong and not (leave_out and few):
@@ -108,7 +113,7 @@ class Rows:
             # A template also writes tools, calls and thoughts.
             beside = [document.tools, *(each.more for each in document.messages)] if isinstance(document, Chat) else []
             found = self._tokenizer.control_tokens("\n".join([*texts, *map(str, beside)]))
-            if found and self.spec.as_text and not isinstance(document, str):
+            if found and self.spec.as_text and not isinstance(document, str | CutText):
                 raise BadInput(
                     f"{printable(where)}: the tokenizer's control tokens in words ({printable(', '.join(found), 80)}),"
                     " which a template or a pair is written with; remove them, or say `control_tokens: as_tokens`"

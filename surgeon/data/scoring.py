@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surgeon.common.distributed import is_sharded, summed
+from surgeon.data.chats import Chat
 from surgeon.data.encoding import Encoder
 from surgeon.data.examples import Example, batch_of_examples
 from surgeon.data.held_out import HeldOut
-from surgeon.data.layouts import Document, Labelled
+from surgeon.data.layouts import Document, Labelled, said_in
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, batch_of
 from surgeon.data.scores import Judged, Scores, Windows
 from surgeon.errors import BadInput, printable
@@ -66,15 +67,15 @@ def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
     The first token is never predicted. If it is special (BOS), it has no bytes of the text.
     """
     assert not isinstance(document, Labelled), "a classifier's scores are `judge_examples`'"
-    if not isinstance(document, str):
+    if isinstance(document, Chat):
         return sum(len(message.content.encode()) for message in document.messages if message.answers)
-    tokenizer = encoder.tokenizer
-    whole = len(document.encode())
+    tokenizer, (text,) = encoder.tokenizer, said_in(document)
+    whole = len(text.encode())
     if not ids or ids[0] in tokenizer.all_special_ids:
         return whole
-    if tokenizer.is_fast and not tokenizer.control_tokens(document):
-        _, offsets = tokenizer.offsets(document)
-        first = document[: offsets[0][1]] if offsets else ""
+    if tokenizer.is_fast and not tokenizer.control_tokens(text):
+        _, offsets = tokenizer.offsets(text)
+        first = text[: offsets[0][1]] if offsets else ""
     else:
         first = tokenizer.decode(ids[:1])
     return max(0, whole - len(first.encode()))

@@ -109,13 +109,22 @@ class GenerateSpec(Entry):
         Field(
             min_length=1,
             description="how documents begin. begin: begin-of-text token; template: the chat template up to the user's"
-            " first word; or a text file with one beginning per line; default: template for chats, else begin",
+            " first word; or a file of prompts, one per line: questions where there is a template, else beginnings;"
+            " default: template where there is one, else begin",
         ),
     ] = None
-    temperature: Annotated[float, Field(gt=0, le=10, description="sampling temperature")] = 1.0
+    temperature: Annotated[
+        float | None, Field(gt=0, le=10, description="sampling temperature; default 0.7 by a template, else 1")
+    ] = None
     top_p: Annotated[
-        float, Field(gt=0, le=1, description="draw from the likeliest tokens that hold this share of the probability")
-    ] = 1.0
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="draw from the likeliest tokens that hold this share of the probability; default 0.9 by a"
+            " template, else 1",
+        ),
+    ] = None
     length: Annotated[int | None, Field(ge=2, description="longest document in tokens; default 512")] = None
     batch: Annotated[int, Field(ge=1, le=4096, description="documents at a time")] = 32
 
@@ -134,6 +143,13 @@ class SourceSpec(TextSpec):
     ] = None
     share: Annotated[float, Field(ge=0, le=1, description="share of the training sequences; all shares sum to 1")]
     role: Annotated[str, Field(min_length=1, description="original (what the base knows), new, or task:NAME")] = NEW
+    counted: Annotated[
+        bool | None,
+        Field(
+            description="whether cross-entropy counts its tokens; default: yes, but text that a model wrote is taught"
+            " by the teacher of `preserve` alone, where there is one for it"
+        ),
+    ] = None
     validation: Annotated[
         float | str,
         Field(description="held-out text: a share of the documents (0: none), a file, or split:NAME of the dataset"),
@@ -148,8 +164,8 @@ class SourceSpec(TextSpec):
             raise ValueError("`field`, `split` and files of `validation` are for texts that are there, not `generate`")
         if self.generate is not None and self.kind == "labels":
             raise ValueError("`generate` writes texts without labels; give a `path`")
-        if self.generate is not None and (self.prompts == TEMPLATE) != (self.kind == "chat"):
-            raise ValueError("`prompts: template` makes chats (`kind: chat`), all else texts; change one of them")
+        if self.generate is not None and (self.generate.prompts, self.kind) in ((TEMPLATE, "text"), (BEGIN, "chat")):
+            raise ValueError("`prompts: template` makes chats (`kind: chat`), `begin` texts; change one of them")
         if self.role not in (ORIGINAL, NEW) and not (self.role.startswith("task:") and self.role[5:].strip()):
             raise ValueError(f"role {self.role!r} is not known: use original, new or task:NAME")
         if isinstance(self.validation, float) and not 0 <= self.validation < 1:
@@ -157,10 +173,10 @@ class SourceSpec(TextSpec):
         return self
 
     @property
-    def prompts(self) -> str:
-        """How the texts that the model writes begin."""
+    def prompts(self) -> str | None:
+        """How the texts that the model writes begin; None: as the model's chat template decides."""
         own = None if self.generate is None else self.generate.prompts
-        return own or (TEMPLATE if self.kind == "chat" else BEGIN)
+        return own or {"chat": TEMPLATE, "text": BEGIN}.get(self.kind or "")
 
     @property
     def validation_split(self) -> str | None:

@@ -1,18 +1,18 @@
-"""Text that a model writes by sampling, a batch of documents at a time.
+"""Text that a model writes by sampling.
 
-A batch depends only on the settings and its number.
+A document has a number, which determines its prompt and its random numbers. Documents are written in runs of
+consecutive numbers (`Writer.write`); the same run gives the same documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import torch
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.schema import BEGIN, TEMPLATE
-from surgeon.data.generation import ANSWER, QUESTION, Prompter, Turn, continued
+from surgeon.data.decoding import Asked, Decoder, Making
+from surgeon.data.generation import ANSWER, QUESTION, Prompter, Turn
 from surgeon.data.packing import generator
 from surgeon.data.recalled_text import NearlyNothing, Written
 from surgeon.errors import BadInput, printable
@@ -32,30 +32,34 @@ def loops(ids: Sequence[int]) -> bool:
 
 
 class Writer:
-    """A model that writes by `settings`; `beginnings` is the content of a file of prompts, one per line, or None."""
+    """A model that writes by `settings`; `prompts` are those of a file, or None.
 
-    model: Any
-    device: str
+    With a chat template the model answers the prompts, or writes questions too; else it continues them.
+    """
 
-    def __init__(self, folder: CheckpointFolder, settings: dict[str, Any], beginnings: str | None) -> None:
+    def __init__(self, folder: CheckpointFolder, settings: dict[str, Any], prompts: Sequence[str] | None) -> None:
         """Load the tokenizer. Raises BadInput where the requested prompts cannot be made."""
         self.folder = folder
         self.settings = settings
         shown = printable(str(folder.path))
         self.prompter = Prompter(folder)
-        self.tokenizer, self.ends = self.prompter.tokenizer, self.prompter.ends
-        begin = self.tokenizer.bos_token_id
-        if begin is None:
-            begin = _first_number(folder.config.get("bos_token_id"))
-        self.begin = begin
+        self.tokenizer = self.prompter.tokenizer
+        self.asks = list(prompts or [])
+        self.chats = settings["prompts"] == TEMPLATE or bool(self.asks and self.tokenizer.chat_template)
+        self.begin = self.prompter.begin
+        self.ends = self.prompter.ends | ({self.begin} if self.begin is not None and not self.chats else set())
         self.prompts: list[list[int]] = [[]]
         if settings["prompts"] == TEMPLATE:
             self.prompts = [self._before_words()]
-        elif beginnings is not None:
-            self.prompts = [self.prompter.continuing(line) for line in beginnings.splitlines() if line.strip()]
-        if begin is not None:
+            self.ends_of_question = self.ends | self._end_of(QUESTION, "user's")
+        elif self.asks:
+            encode = self.prompter.answering if self.chats else self.prompter.continuing
+            self.prompts = [encode(each) for each in self.asks]
+        if self.chats:
+            self.ends_of_answer = self.ends | self._end_of(ANSWER, "assistant's")
+        if self.begin is not None:
             # A prompt may be empty: a template with no text before the user's words, or a line without tokens.
-            self.prompts = [prompt or [begin] for prompt in self.prompts]
+            self.prompts = [prompt or [self.begin] for prompt in self.prompts]
         if not all(self.prompts):
             whys = {BEGIN: "", TEMPLATE: "its chat template writes nothing before a user's words, and "}
             raise NearlyNothing(
@@ -63,8 +67,7 @@ class Writer:
                 " token to start from; give `prompts`, a text file with a beginning a line"
             )
         longest = max(map(len, self.prompts))
-        self.room = settings["length"] - longest
-        if self.room < 1:
+        if settings["length"] <= longest:
             raise BadInput(
                 f"{shown}: a beginning of {longest} tokens leaves no room in a document of {settings['length']}; use"
                 " a larger `length`, or shorter beginnings"
@@ -72,70 +75,53 @@ class Writer:
 
     def load(self, device: str, say: Callable[[str], None]) -> None:
         """Load the model; `write` needs it."""
-        self.device = device
-        self.model = load_model(self.folder, dtype=self.settings["dtype"], device=device, say=say)
+        settings = self.settings
+        model = load_model(self.folder, dtype=settings["dtype"], device=device, say=say)
+        self.decoder = Decoder(
+            model, rows=settings["batch"], temperature=settings["temperature"], top_p=settings["top_p"]
+        )
 
-    def write(self, number: int) -> list[Written]:
-        """Write the documents of batch `number`; return them, with the facts by which they are filtered."""
-        drawn = generator(self.settings["seed"], "recall", number)
-        chosen = drawn.integers(len(self.prompts), size=self.settings["batch"])
-        seeds = drawn.integers(2**63, size=2)
-        prompts = [self.prompts[int(which)] for which in chosen]
-        if self.settings["prompts"] == TEMPLATE:
-            return self._chats(prompts, seeds)
-        turns = self._continued(prompts, self.ends, self.room, int(seeds[0]))
-        kept = [[] if self.settings["prompts"] == BEGIN else prompt for prompt in prompts]
-        return [self._text(prompt, turn) for prompt, turn in zip(kept, turns, strict=True)]
+    def write(self, numbers: range, advance: Callable[[int], None] = lambda _tokens: None) -> Iterator[Written]:
+        """Write the documents with these numbers; yield them in order, with the facts by which they are filtered.
 
-    def _text(self, prompt: list[int], turn: Turn) -> Written:
-        """Return a written document: the text of prompt and continuation, with its facts for the filters."""
-        text = self.prompter.words([*prompt, *turn.ids], ended=turn.ended)
+        `advance` receives the number of tokens just sampled, also of documents that are not complete.
+        """
+        seed = self.settings["seed"]
+        kind = self._text if not self.chats else self._answer if self.asks else self._chat
+        texts = ((kind(self._which(number)), generator(seed, "recall", number)) for number in numbers)
+        return self.decoder.write(texts, advance)
+
+    def _which(self, number: int) -> int:
+        """Return which prompt document `number` has: every pass through the prompts has another order."""
+        turn, place = divmod(number, len(self.prompts))
+        return int(generator(self.settings["seed"], "prompts", turn).permutation(len(self.prompts))[place])
+
+    def _text(self, which: int) -> Making[Written]:
+        """Write a text from its beginning."""
+        prompt = self.prompts[which]
+        turn = yield Asked(prompt, self.ends, self.settings["length"] - len(prompt))
+        kept = prompt if self.asks else []
+        text = self.prompter.words([*kept, *turn.ids], ended=turn.ended)
         empty = not text.strip() or not self.prompter.words(turn.ids, ended=turn.ended).strip()
         return Written({"text": text}, len(turn.ids), turn.ended, loops(turn.ids), empty)
 
-    def _chats(self, prompts: list[list[int]], seeds: Any) -> list[Written]:
-        """Write a question to each prompt, and an answer to each question; return the chats.
+    def _chat(self, which: int) -> Making[Written]:
+        """Write a question, and the answer to it; a question that is empty or cut is not answered."""
+        prompt, length = self.prompts[which], self.settings["length"]
+        asked = yield Asked(prompt, self.ends_of_question, max(1, (length - len(prompt)) // 2))
+        question = self.prompter.words(asked.ids, ended=asked.ended).strip()
+        if not question or not asked.ended or loops(asked.ids):
+            return _chat(question, "", asked, Turn([], False))
+        rendered = self.prompter.answering(question)
+        answer = yield Asked(rendered, self.ends_of_answer, max(1, length - len(rendered)))
+        return _chat(question, self.prompter.words(answer.ids, ended=answer.ended).strip(), asked, answer)
 
-        An empty question is answered as `?`, and its chat is marked as empty.
-        """
-        questions = self._continued(
-            prompts, self.ends | self._end_of(QUESTION, "user's"), self.room // 2, int(seeds[0])
-        )
-        texts = [self.prompter.words(turn.ids, ended=turn.ended).strip() for turn in questions]
-        rendered = [self.prompter.answering(question or "?") for question in texts]
-        room = max(1, self.settings["length"] - max(map(len, rendered)))
-        answers = self._continued(rendered, self.ends | self._end_of(ANSWER, "assistant's"), room, int(seeds[1]))
-        found = []
-        for question, turn, answer in zip(texts, questions, answers, strict=True):
-            said = self.prompter.words(answer.ids, ended=answer.ended).strip()
-            entry = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
-            found.append(
-                Written(
-                    {"messages": entry},
-                    len(turn.ids) + len(answer.ids),
-                    # A question that was cut off does not count as ended.
-                    turn.ended and answer.ended,
-                    loops(turn.ids) or loops(answer.ids),
-                    not (question and said and turn.ended),
-                )
-            )
-        return found
-
-    def _continued(self, prompts: list[list[int]], ends: set[int], most: int, seed: int) -> list[Turn]:
-        """Continue each prompt by the settings: at most `most` tokens, or up to one of `ends`."""
-        cuda = [torch.device(self.device)] if self.device.startswith("cuda") else []
-        with torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(seed)
-            return continued(
-                self.model,
-                prompts,
-                ends,
-                most,
-                do_sample=True,
-                temperature=self.settings["temperature"],
-                top_p=self.settings["top_p"],
-                top_k=0,
-            )
+    def _answer(self, which: int) -> Making[Written]:
+        """Write the answer to a prompt."""
+        prompt = self.prompts[which]
+        answer = yield Asked(prompt, self.ends_of_answer, self.settings["length"] - len(prompt))
+        said = self.prompter.words(answer.ids, ended=answer.ended).strip()
+        return _chat(self.asks[which], said, Turn([], True), answer)
 
     def _before_words(self) -> list[int]:
         """Return the tokens that the template writes before a user's words."""
@@ -173,6 +159,13 @@ class Writer:
         return found
 
 
-def _first_number(given: object) -> int | None:
-    """Return the value where it is a whole number; else None."""
-    return given if isinstance(given, int) and not isinstance(given, bool) else None
+def _chat(question: str, answer: str, asked: Turn, answered: Turn) -> Written:
+    """Return a chat of a question and its answer, with the facts by which it is filtered."""
+    entry = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Written(
+        {"messages": entry},
+        len(asked.ids) + len(answered.ids),
+        answered.ended,
+        loops(asked.ids) or loops(answered.ids),
+        not (question and answer),
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from surgeon.data import packing
 from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import PIECE, Documents
 from surgeon.data.encoding import Encoder
@@ -119,16 +122,17 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     found = opened_texts(tmp_path / "a.parquet", kind="text")
     assert [found.read(n) for n in (10, *range(10))] == [texts[10], *texts[:10]]
+    assert [*found.rows.sizes] == [len(each) for each in texts]
     chat = opened_texts(tmp_path / "a.parquet", kind="chat")
     assert chat.read(3) == Chat((Message("user", "w1"), Message("assistant", "w3")))
     with pytest.raises(BadInput, match="no key `body`; it has text, messages"):
         opened_texts(tmp_path / "a.parquet", field="body")
 
 
-@pytest.mark.parametrize("packing", ["isolated", "joined"])
-def test_every_token_of_a_pass_is_used_once(tmp_path: Path, encoder: Encoder, packing: Packing) -> None:
+@pytest.mark.parametrize("how", ["isolated", "joined"])
+def test_every_token_of_a_pass_is_used_once(tmp_path: Path, encoder: Encoder, how: Packing) -> None:
     documents = opened_texts(corpus(tmp_path / "a.jsonl"))
-    source = stream(documents, encoder, packing=packing)
+    source = stream(documents, encoder, packing=how)
     expected = sorted(token for n in range(len(documents)) for token in encoder.encode(documents.read(n))[0])
     found: list[int] = []
     while source.epoch == 0:
@@ -136,7 +140,7 @@ def test_every_token_of_a_pass_is_used_once(tmp_path: Path, encoder: Encoder, pa
         assert len(sequence.ids) == len(sequence.labels) == len(sequence.positions) == 16
         found += sequence.ids
         ends = [at + 1 for at, token in enumerate(sequence.ids) if token == 2 and at < 15]
-        if packing == "isolated":
+        if how == "isolated":
             assert [at for at, position in enumerate(sequence.positions) if position == 0] == [0, *ends]
             assert all(sequence.labels[at] == IGNORED_LABEL for at in ends)
         else:
@@ -145,6 +149,78 @@ def test_every_token_of_a_pass_is_used_once(tmp_path: Path, encoder: Encoder, pa
     in_order = [token for n in range(len(documents)) for token in encoder.encode(documents.read(n))[0]]
     assert found[: len(in_order)] != in_order  # shuffled
     assert all(found.count(token) >= expected.count(token) for token in set(expected))
+
+
+class Words:
+    """An encoder that keeps a document's words apart from every other document's, and counts what it encodes."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def encode(self, document: str) -> tuple[list[int], list[bool]]:
+        self.calls[document] += 1
+        ids = [int(word) for word in document.split()]
+        return ids, [True] * len(ids)
+
+
+def of_words(tmp_path: Path, lengths: list[int]) -> Documents:
+    """Documents of so many tokens; token n of document d is 1000 d + n."""
+    texts = [" ".join(str(1000 * number + n) for n in range(count)) for number, count in enumerate(lengths)]
+    return opened_texts(json_lines(tmp_path / "words.jsonl", texts))
+
+
+def test_a_run_shorter_than_a_pass_sees_many_documents(tmp_path: Path) -> None:
+    """A window is drawn, not a document: long documents fill no step, and their windows are not cut."""
+    documents = of_words(tmp_path, [160] * 20)
+    source = stream(documents, Words(), length=16)  # type: ignore[arg-type]
+    begins = [source.next().ids[0] for _ in range(60)]
+    assert len({begin // 1000 for begin in begins}) >= 18
+    # The next window of the same document follows about as seldom as chance has it.
+    assert sum(after == before + 16 for before, after in itertools.pairwise(begins)) <= 2
+    assert all(begin % 16 == 1000 * (begin // 1000) % 16 for begin in begins)
+    assert {source.next().ids[0] for _ in range(140)} | {*begins} == {
+        1000 * number + 16 * window for number in range(20) for window in range(10)
+    }
+
+
+@pytest.mark.parametrize("group", [100, 2**25])
+def test_a_pass_has_every_token_once_and_encodes_every_document_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    monkeypatch.setattr(packing, "_SHUFFLED_BYTES", group)
+    lengths = [3, 100, 16, 1, 47, 32, 5, 15, 17, 200]
+    documents, words = of_words(tmp_path, lengths), Words()
+    source = stream(documents, words, length=16)  # type: ignore[arg-type]
+    found: list[int] = []
+    while source.epoch == 0:
+        found += source.next().ids
+    expected = [1000 * number + n for number, count in enumerate(lengths) for n in range(count)]
+    # The last sequence is of the next pass in part or whole; then the ends of documents may still wait.
+    assert len(found[:-16]) == len({*found[:-16]})
+    assert {*found} <= {*expected}
+    assert len({*found}) >= len(expected) - sum(lengths) % 16
+    assert max(Counter(words.calls).values()) <= 2
+    assert sum(words.calls.values()) <= len(lengths) + 1
+    # The bytes of what is drawn are the documents', wherever they are cut.
+    drawn = list(itertools.islice(source.lengths(), sum(-(-count // 16) for count in lengths)))
+    assert sum(count for count, _ in drawn) == sum(lengths)
+    assert sum(nbytes for _, nbytes in drawn) == pytest.approx(sum(documents.rows.sizes))
+
+
+def test_what_waits_in_a_sequence_is_there_on_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two sequences the ends of documents may wait in one that is not full, also of an earlier group."""
+    monkeypatch.setattr(packing, "_SHUFFLED_BYTES", 100)
+    documents = of_words(tmp_path, [3, 100, 16, 1, 47, 32, 5, 15, 17, 200])
+    whole = stream(documents, Words(), length=16)  # type: ignore[arg-type]
+    states, expected = [], []
+    for _ in range(60):
+        states.append(json.loads(json.dumps(whole.state())))
+        expected.append(whole.next())
+    assert max(map(len, states)) > 5
+    resumed = stream(documents, Words(), length=16)  # type: ignore[arg-type]
+    for begin, state in enumerate(states):
+        resumed.restore(state)
+        assert [resumed.next() for _ in expected[begin : begin + 8]] == expected[begin : begin + 8]
 
 
 def mixture(documents: Documents, encoder: Encoder, *, seed: int = 0) -> Mixture:

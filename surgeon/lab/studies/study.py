@@ -206,9 +206,7 @@ class Course:
             self._alone(workers, self._task("texts", configs=self._each_remedys(), **self._measuring()))
         if study.recalls:
             spec = recalled_by(study)
-            if spec.prompts is None:
-                spec = spec.model_copy(update={"prompts": TEMPLATE if request.base.chat_template else BEGIN})
-            elif spec.prompts not in (BEGIN, TEMPLATE):
+            if spec.prompts not in (None, BEGIN, TEMPLATE):
                 spec = spec.model_copy(update={"prompts": str(request.loaded.resolve(spec.prompts).absolute())})
             request.listener.say(f"the base writes {spec.tokens:,} tokens")
             asked = {"asked": spec.model_dump(), "to": str(self.memory), "take_over": request.take_over}

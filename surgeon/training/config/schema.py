@@ -359,6 +359,12 @@ class TrainConfig(Entry):
             raise ValueError("give `steps`, or `epochs` or `bytes` from which they are computed, and no two of them")
         if self.keep_best is not None:
             self._check_keep_best(self.keep_best)
+        for source in self.sources:
+            if source.counted is False and not taught_alone(self, source, written=False):
+                raise ValueError(
+                    f"source {source.name!r} has `counted: false`, and no teacher of `preserve` teaches on it, so it"
+                    " teaches nothing; leave `counted` out"
+                )
         if self.lora is not None and self.what is not None:
             raise ValueError("`what` and `lora` exclude each other: under a LoRA the model is frozen; leave one out")
         if self.lora is not None and self.lora.dora and self.sharding != "none":
@@ -412,6 +418,17 @@ class TrainConfig(Entry):
             return int(source.role == NEW)
         tasks = list(dict.fromkeys(other.role for other in self.sources if other.role not in (ORIGINAL, NEW)))
         return 1 + tasks.index(source.role)
+
+
+def taught_alone(config: TrainConfig, source: SourceSpec, *, written: bool) -> bool:
+    """Return whether the base alone teaches on a source, and cross-entropy does not count its tokens.
+
+    It does where the config says so, and on text that a model wrote (`written`), if `preserve` has a teacher for it.
+    """
+    preserve = config.preserve
+    if preserve is None or preserve.taught is None or (preserve.on == "original" and source.role != ORIGINAL):
+        return False
+    return written if source.counted is None else not source.counted
 
 
 def originals_of(config: TrainConfig) -> list[SourceSpec]:

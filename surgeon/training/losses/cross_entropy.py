@@ -184,10 +184,12 @@ _SUMS: dict[CrossEntropy, Callable[..., Tensor]] = {
 class FusedHead:
     """The head and the loss of a causal language model, computed together inside `armed()`.
 
-    `beside`, where set, receives the head's input (B T D) and returns a term that is added to the loss.
+    `beside`, where set, receives the head's input (B T D) and returns a term that is added to the loss. `left_out`,
+    where set, marks the sequences (B, bool) whose labels have no part in the sum; the mean is still over all labels.
     """
 
     beside: Callable[[Tensor], Tensor] | None = None
+    left_out: Tensor | None = None
 
     def __init__(self, model: Any, kind: CrossEntropy) -> None:
         """Take a transformers causal language model. Raises BadInput where its head is not linear without bias."""
@@ -242,8 +244,12 @@ class FusedHead:
         if shift_labels is None:
             shift_labels = next_labels(labels)
         wanted = shift_labels.reshape(-1).to(logits.device)
-        total = self.sum(logits.reshape(-1, logits.shape[-1]), self.head.weight, wanted, cap=self.cap)
         count = (wanted != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+        if self.left_out is not None:
+            # The model may run all sequences as one row.
+            tokens = self.left_out.to(wanted.device).repeat_interleave(len(wanted) // len(self.left_out))
+            wanted = wanted.masked_fill(tokens, IGNORED_LABEL)
+        total = self.sum(logits.reshape(-1, logits.shape[-1]), self.head.weight, wanted, cap=self.cap)
         loss = total / (count.to(total.device) if isinstance(count, Tensor) else count)
         return loss if self.beside is None else loss + self.beside(logits)
 

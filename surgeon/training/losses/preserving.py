@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from surgeon.common.distributed import is_sharded
-from surgeon.data.packing import IGNORED_LABEL, NUMBERS
+from surgeon.data.packing import ALONE, IGNORED_LABEL, NUMBERS
 from surgeon.manifest.within import Within
 from surgeon.models.teacher import BaseWithin
 from surgeon.training.config.schema import PreserveSpec
@@ -157,9 +157,20 @@ class Preserving:
     def teaching(self, batch: Mapping[str, Tensor], total: int, *, anywhere: bool) -> Iterator[None]:
         """Add this batch's share of the term to the loss of a forward on `batch` within the context, in an armed head.
 
+        The loss leaves out the cross-entropy of sequences on which the base teaches alone.
         `total` is the number of tokens that count in the accumulated batch, over all processes. `anywhere`: in some
         process a token of the batch counts; all processes must take part in gathering sharded weights, or none.
         """
+        self.head.left_out = batch[ALONE] if bool(batch[ALONE].any()) else None
+        try:
+            with self._term(batch, total, anywhere=anywhere):
+                yield
+        finally:
+            self.head.left_out = None
+
+    @contextlib.contextmanager
+    def _term(self, batch: Mapping[str, Tensor], total: int, *, anywhere: bool) -> Iterator[None]:
+        """Add this batch's share of the term within the context; the arguments are those of `teaching`."""
         counts = self.counted(batch)
         rows = counts.any(dim=1).nonzero()[:, 0]
         # With a cached teacher the predictions must be recorded by now, as the base in the model may change.

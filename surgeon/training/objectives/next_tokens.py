@@ -16,8 +16,10 @@ from surgeon.common.distributed import Ranks
 from surgeon.common.library import first_line
 from surgeon.data.documents import Corpus
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, Packer, SourceStream, batch_of, held_out
+from surgeon.data.recalled_text import record_of
 from surgeon.data.specs import SourceSpec
 from surgeon.errors import BadInput, printable
+from surgeon.training.config.schema import taught_alone
 from surgeon.training.run import SHOWN_TOKENS, Case, Look, Objective, Prepared, Run, Sample
 
 if TYPE_CHECKING:
@@ -53,7 +55,11 @@ class NextTokens(Objective):
     ) -> SourceStream:
         """Return the stream of a source's packed sequences to train on."""
         config = prepared.loaded.config
-        packer = Packer(prepared.settings.length, config.packing, config.domain_of(source))
+        written = source.generate is not None or (
+            source.repo_id is None and record_of(prepared.loaded.resolve(source.path)).is_file()
+        )
+        alone = taught_alone(config, source, written=written)
+        packer = Packer(prepared.settings.length, config.packing, config.domain_of(source), alone=alone)
         return SourceStream(source.name, documents, numbers, config.seed, encoder.of(source), packer)
 
     def held_out(

@@ -126,6 +126,10 @@ class Kl(Remedy):
         teacher = None if copy is None else FusedHead(copy, "torch")
         self.preserving = Preserving(model, spec, self.within, head, copy=teacher)
         run.say(f"{how} teaches: {spec.taught} on {spec.on} text, weight {self.preserving.weight:g}")
+        if alone := [stream.name for stream in run.data.mixture.streams if stream.packer.alone]:
+            run.say(
+                f"on {', '.join(alone)} it teaches alone: cross-entropy does not count what a model wrote (`counted`)"
+            )
         return copy
 
     def room(self, model: Any) -> tuple[int, str]:

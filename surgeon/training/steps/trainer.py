@@ -24,7 +24,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging as transformers_logging
 
 from surgeon.common.distributed import is_sharded
-from surgeon.data.packing import NUMBERS, Batches
+from surgeon.data.packing import ALONE, NUMBERS, Batches
 from surgeon.errors import Diverged
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.processes.sharding import dealt_out, gathered, let_go
@@ -50,7 +50,8 @@ def whole_loss(run: Run, model: nn.Module, batch: dict[str, Any], fused: FusedHe
     with contextlib.ExitStack() as stack:
         for remedy in run.remedies:
             stack.enter_context(remedy.loss(batch))
-        batch.pop(NUMBERS, None)
+        for name in (NUMBERS, ALONE):
+            batch.pop(name, None)
         if not hasattr(model, "surgery"):
             # A native model does not accept domains.
             batch.pop("domain_ids", None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon import Checkpoint, GenerateSpec, LoadedPlan, parse_plan
-from surgeon.common.schema import NEW, ORIGINAL, TEMPLATE
+from surgeon.common.schema import NEW, ORIGINAL
 from surgeon.errors import BadInput, printable
 from surgeon.lab.studies.config.entries import MethodSpec, Partial, Remedy, StudyText
 from surgeon.lab.studies.config.loading import LoadedStudy
@@ -111,7 +111,6 @@ def sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, 
                 "path": memory,
                 "share": share if recalls else 0.0,
                 "role": ORIGINAL,
-                "kind": "chat" if recalled_by(loaded.config).prompts == TEMPLATE else "text",
                 "validation": 0.0 if original else _RECALLED_HELD_OUT,
             }
         )
