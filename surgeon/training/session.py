@@ -299,7 +299,7 @@ def _saving(run: Run, model: Any) -> Saving:
     """Return the writer of checkpoints; it writes beside the steps where config, sizes and trackers allow it."""
     copy = checkpoint_bytes(model)
     whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
-    beside = is_beside(run.loaded.config.saving, copy_bytes=copy, model_bytes=whole)
+    beside = is_beside(run.loaded.config.saving, device=run.device, copy_bytes=copy, model_bytes=whole)
     if beside and any(type(tracker).on_save is not TrainerCallback.on_save for tracker in run.trackers):
         run.say("a tracker may send checkpoints away as they are saved, so they are written within the steps")
         beside = False

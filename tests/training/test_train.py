@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.common import signed
+from surgeon.common import devices, signed
 from surgeon.common.listener import Quiet
 from surgeon.common.signed import read_signed
 from surgeon.common.work_folders import record_of
@@ -711,3 +711,15 @@ def test_a_template_by_name_is_written_into_the_output(tmp_path: Path) -> None:
     # What is trained further has the template now, and needs no name for it; another one's is refused.
     with pytest.raises(BadInput, match="--set chat_template=gemma: `chat_template` is for a base"):
         surgeon.train(tmp_path / "run", asked, tmp_path / "more", overrides=["chat_template=gemma"])
+
+
+@pytest.mark.parametrize(("multiplies", "expected"), [(True, "auto"), (False, "float32")])
+def test_auto_is_float32_for_bfloat16_on_a_cpu_without_its_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiplies: bool, expected: str
+) -> None:
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+    out = grown(tmp_path)
+    trained = surgeon.train(out, config(tmp_path, steps=2), tmp_path / "run", device="cpu")
+    assert trained is not None
+    assert trained.manifest.training[0].config["dtype"] == expected
+    assert {info.dtype for info in CheckpointFolder.open(tmp_path / "run").tensors.values()} == {"BF16"}

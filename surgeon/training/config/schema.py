@@ -291,7 +291,10 @@ class TrainConfig(Entry):
     )
     dtype: Annotated[
         TrainingDtype,
-        Field(description="dtype of the model in training; auto: the checkpoint's"),
+        Field(
+            description="dtype of the model in training; auto: the checkpoint's, but float32 for bfloat16 on a CPU"
+            " without products of bfloat16"
+        ),
     ] = "auto"
     attention: Annotated[
         AttentionName | None, Field(description="attention implementation; default: transformers' choice")
@@ -307,7 +310,7 @@ class TrainConfig(Entry):
         CrossEntropy,
         Field(
             description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's (CUDA); auto:"
-            " chunked where a micro-batch's logits would exceed 256 MiB, else torch"
+            " chunked where a micro-batch's logits would exceed 64 MiB, else torch"
         ),
     ] = "auto"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
@@ -315,7 +318,7 @@ class TrainConfig(Entry):
         Literal["auto", "beside", "in_step"],
         Field(
             description="beside: write checkpoints while training goes on, from a copy in memory; in_step: between"
-            " steps; auto: beside where the copy is no larger than the model, else in_step"
+            " steps; auto: beside on a GPU where the copy is no larger than the model, else in_step"
         ),
     ] = "auto"
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500

@@ -219,9 +219,12 @@ def file_digest(path: Path) -> str:
 Write = Callable[[], object]
 
 
-def is_beside(setting: Literal["auto", "beside", "in_step"], *, copy_bytes: int, model_bytes: int) -> bool:
-    """Return whether checkpoints are written beside the steps; with `auto` if the copy is no larger than the model."""
-    return setting == "beside" or (setting == "auto" and copy_bytes <= model_bytes)
+def is_beside(setting: Literal["auto", "beside", "in_step"], *, device: str, copy_bytes: int, model_bytes: int) -> bool:
+    """Return whether checkpoints are written beside the steps; `auto`: on a GPU, if the copy is not above the model.
+
+    On a CPU the copy would need memory that the steps need too, and the thread would take time from the steps.
+    """
+    return setting == "beside" or (setting == "auto" and device != "cpu" and copy_bytes <= model_bytes)
 
 
 class Saving:
