@@ -57,6 +57,8 @@ def prepare(
     wrong: list[str] = []
     _tried(lambda: devices.check(device), wrong)
     _tried(lambda: check_destination(to, out.path), wrong)
+    if processes > 1 and loaded.config.minutes is not None:
+        wrong.append(f"{loaded.where('minutes')}`minutes` are measured in one process; under torchrun give `steps`")
     sharding = _tried(lambda: requested_sharding(loaded.config), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
     wrong += _not_installed(loaded)
@@ -94,6 +96,7 @@ def prepare(
         sharding=sharding,
         remedies=remedies,
         settled_for=settled_for if counts else None,
+        context=context,
     )
 
 

@@ -69,7 +69,7 @@ class Prepared(Case):
     """A run that can begin: its numbers, notes about them, how to shard it, and its remedies.
 
     `settled_for` returns the numbers and notes for a count of steps, which the config's `epochs` or `bytes` give once
-    the texts are counted; None where the config has `steps`.
+    the texts are counted; None where the config has `steps`. `context` is how many positions the model's config names.
     """
 
     settings: Settings
@@ -77,6 +77,7 @@ class Prepared(Case):
     sharding: Sharding | None
     remedies: Sequence[Remedy]
     settled_for: Callable[..., tuple[Settings, list[str]]] | None
+    context: object
 
 
 @dataclass

@@ -45,13 +45,15 @@ class RunRecord:
 
     `fingerprint` is the digest of all that the run's numbers depend on. `first` has the held-out losses before the
     first step (None: not measured yet). `checkpoints` has by step the digest of the checkpoint's `complete.json`, and
-    `kept` by a remedy's key the digest of the files that it keeps.
+    `kept` by a remedy's key the digest of the files that it keeps. `decided` has the numbers that this machine's speed
+    and memory decided: those of a `Budget`, and `micro_batch`.
     """
 
     fingerprint: str
     first: dict[str, float] | None = None
     checkpoints: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
+    decided: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, work: Path) -> RunRecord | None:
@@ -68,7 +70,7 @@ class RunRecord:
                 return None
             record = cls(**signed.data)
             texts = [record.fingerprint, *record.kept.values(), *record.checkpoints.values()]
-            numbers = [] if record.first is None else list(record.first.values())
+            numbers = [*(record.first or {}).values(), *map(float, record.decided.values())]
             if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, float) for n in numbers):
                 raise TypeError("it is no record of a run")
         except (ValueError, TypeError, AttributeError) as error:
