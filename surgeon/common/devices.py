@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,43 @@ def resolve(device: str) -> str:
     if int(found[1] or 0) >= count:
         raise BadInput(f"--device {device}: torch sees {count} CUDA devices, numbered from 0; use one of them")
     return device
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has instructions for products of bfloat16 matrices.
+
+    Without them torch computes the products in another way, which took nine times as long as float32 (an x86 CPU with
+    AVX-512 alone).
+    """
+    import torch
+
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def free_memory(device: str) -> int | None:
+    """Return the bytes that this process can still take on `device` (cpu, cuda); None where this is not known.
+
+    On a CPU it is what the kernel calls available, which counts file pages that it can drop, and at most what a control
+    group of Linux (a container) leaves.
+    """
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    found = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    with contextlib.suppress(OSError, ValueError):
+        # The limit is the word `max` where there is none.
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(max(0, limit - used))
+    if not found:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found, default=None)
 
 
 @contextlib.contextmanager

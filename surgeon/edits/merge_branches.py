@@ -28,7 +28,7 @@ class MergeBranches(Operation):
 
     papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "Control LLM's rate, as for control_llm; batch and length ours", lr=5e-5, min_lr=1e-5, decay_of_rate=0.1
+        "Control LLM's rate", lr=5e-5, min_lr=1e-5, decay_of_rate=0.1
     )
 
     op: Literal["merge_branches"]

@@ -97,14 +97,11 @@ class ControlLLM(Operation):
 
     papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "Control LLM, section 3.4: AdamW, 5e-5 to 1e-5, cosine, 1000 warm-up steps; weight decay 10 % of the rate; 512"
-        " sequences of 8192",
-        lr=5e-5,
-        min_lr=1e-5,
-        warmup=1000,
+        "Control LLM, section 3.4: AdamW, 5e-5 to 1e-5, cosine, 1000 warm-up steps; weight decay 10 % of"
+        " the rate; 512 sequences of 8192; rate measured",
+        lr=1e-3,
+        min_lr=2e-4,
         decay_of_rate=0.1,
-        batch=512,
-        length=8192,
     )
     grafts: ClassVar[tuple[str, ...]] = ("control",)
     legend: ClassVar[Mapping[str, Legend]] = {"C": Legend("control block: a trainable twin (Control LLM)", 3)}

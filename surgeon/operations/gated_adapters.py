@@ -60,10 +60,10 @@ class GatedAdapters(Operation):
         ),
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "Neutral Residues, section 4.1 and Table 8: 2e-4, betas 0.9 and 0.95, 64 sequences of 4096, p = 0.1",
-        lr=2e-4,
+        "Neutral Residues, section 4.1 and Table 8: 2e-4, betas 0.9 and 0.95, 64 sequences of 4096, p = 0.1; rate"
+        " measured",
+        lr=1e-2,
         betas=(0.9, 0.95),
-        length=4096,
         original_share=0.1,
     )
     grafts: ClassVar[tuple[str, ...]] = ("adapters",)

@@ -94,13 +94,12 @@ class MixtureOfControl(Operation):
         ),
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "Mixture-of-Control, Tables 4 and 5: 3e-4, linear, warm-up 6 %, weight decay 0.01, 32 sequences of 256",
-        lr=3e-4,
+        "Mixture-of-Control, Tables 4 and 5: 3e-4, linear, warm-up 6 %, weight decay 0.01, 32 sequences of 256; rate"
+        " measured",
+        lr=1e-2,
         schedule="linear",
         warmup=0.06,
         weight_decay=0.01,
-        batch=32,
-        length=256,
     )
     on_encoders: ClassVar[bool] = True
     grafts: ClassVar[tuple[str, ...]] = ("control_states", "mixture")

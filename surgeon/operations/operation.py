@@ -54,24 +54,22 @@ class Paper:
 class TrainingDefaults:
     """The settings with which a paper trained its operation; train.yaml can override all of them.
 
-    `lr` is the peak and `min_lr` the final rate; `warmup` is a number of steps or a share (0 to 1) of them; `betas` are
+    `lr` is the peak and `min_lr` the final rate; `warmup` is a share (0 to 1) of the steps; `betas` are
     AdamW's; `weight_decay` is AdamW's coefficient, to which `decay_of_rate` · `lr` is added; `clip` bounds the
-    gradient's norm; `batch` counts sequences of `length` tokens; `original_share` is the share of original text mixed
-    in (p). Where a paper gives no value, it is transformers' default or, for warm-up, 3 % of the steps; `source` states
-    which values are the paper's.
+    gradient's norm; `original_share` is the share of original text mixed in (p). Where a paper gives no value, it is
+    transformers' default or, for warm-up, 3 % of the steps. Rates are such that a run of some 20,000 tokens learns;
+    `source` states which values are the paper's.
     """
 
     source: str
     lr: float
     min_lr: float = 0.0
     schedule: Schedule = "cosine"
-    warmup: int | float = 0.03
+    warmup: float = 0.03
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     decay_of_rate: float = 0.0
     clip: float = 1.0
-    batch: int = 64
-    length: int = 2048
     original_share: float = 0.0
 
 

@@ -10,7 +10,6 @@ order allows that, otherwise copies; the function is not preserved, and both pap
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -21,7 +20,6 @@ from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.formatting import layers_have, show
 from surgeon.errors import BadInput, printable
-from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.selectors import Index, Range, select_layers
 from surgeon.operations.sites import check_grafts
@@ -51,9 +49,8 @@ class StackLayers(Operation):
     )
     # SOLAR's paper does not state its training settings, and G_stack's is about pre-training; so these are another
     # depth-growth paper's.
-    training: ClassVar[TrainingDefaults] = replace(
-        InsertLayers.training,
-        source="SOLAR's paper gives none; OpT-DeUS, section 5.5: 1e-4 (1.7B models), 64 sequences of 2048",
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "SOLAR's paper gives none; OpT-DeUS, section 5.5: 1e-4 (1.7B models), 64 sequences of 2048", lr=1e-4
     )
 
     examples: ClassVar[tuple[Mapping[str, object], ...]] = (

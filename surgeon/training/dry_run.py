@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from surgeon.common.json_results import plain_fields
 from surgeon.data.packing import Stream, generator
 from surgeon.errors import BadInput
-from surgeon.training.footprint import peak_memory, seconds_since
+from surgeon.training.footprint import fitting, peak_memory, seconds_since
 from surgeon.training.loading import batches_of, loaded_model, trained_numbers
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.run import Run, Sample
@@ -21,9 +21,10 @@ from surgeon.training.steps.by_document import by_document
 from surgeon.training.steps.optimizer import make_optimizer
 from surgeon.training.steps.trainer import whole_loss
 
-# How many documents of a source are counted, and how many micro-batches are timed.
+# How many documents of a source are counted, how many micro-batches are timed, and in how many seconds at the most.
 _COUNTED = 200
 _TIMED = 2
+_PATIENCE = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class SourceTokens:
 class Rehearsal:
     """The result of a dry run: what the run would train, on what, and an estimate of its cost.
 
-    `seconds_a_step` is measured on micro-batches and a step of AdamW. `seconds` is the estimate for all steps, without
+    `seconds_a_step` is measured on micro-batches, or on one sequence where they would take more than a minute, and on a
+    step of AdamW. `seconds` is the estimate for all steps, without
     evaluations and checkpoints. Three estimates are for the time before the first step: in `seconds_writing` the model
     writes its texts, in `seconds_asking` the base's predictions are recorded (at most `teacher_bytes` on disk), and in
     `seconds_estimating` the Fisher information is estimated. `peak_memory` is measured, in bytes.
@@ -136,6 +138,8 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         fused = run.objective.fused_head(run, model)
         for remedy in run.remedies:
             remedy.join(run, model, fused)
+        run = fitting(run, model, fused)
+        settings = run.settings
         with by_document():
             estimates = [remedy.rehearse(run, model, fused) for remedy in run.remedies]
             seconds = _seconds_a_micro_batch(run, model, fused) * settings.accumulation
@@ -176,22 +180,36 @@ def _some(stream: Stream[Any]) -> list[int]:
 
 
 def _seconds_a_micro_batch(run: Run, model: Any, fused: FusedHead | None) -> float:
-    """Return the mean wall seconds of a micro-batch's forward and backward, after one as a warm-up."""
+    """Return the wall seconds of a micro-batch's forward and backward.
+
+    One sequence is timed first, as a warm-up. The result is the mean of two micro-batches, or the sequence's seconds
+    times the sequences of a micro-batch where the two would take more than a minute.
+    """
     settings, say = run.settings, run.listener.say
+    one = replace(run, settings=replace(settings, micro_batch=1))
+    each = _seconds_of(one, next(iter(batches_of(one))), model, fused)
+    whole = each * settings.micro_batch
+    kind = f"sequence of {settings.length:,} tokens" if run.objective.packs else "text"
+    say(
+        f"one {kind}: {each:.2g} s on {run.device}, so a step of {settings.batch:,} takes about"
+        f" {each * settings.batch:,.2g} s"
+    )
+    if _TIMED * whole > _PATIENCE:
+        return whole
+    say(f"timing {_TIMED} micro-batches of {settings.micro_batch}")
     batches = iter(batches_of(run))
-    say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
-    seconds = 0.0
-    for number in range(_TIMED + 1):
-        batch = {name: tensor.to(run.device) for name, tensor in next(batches).items()}
-        for remedy in run.remedies:
-            remedy.step([batch])
-        begun = time.perf_counter()
-        with whole_loss(run, model, batch, fused):
-            model(**batch).loss.backward()
-        taken = seconds_since(begun, run.device)
-        # The first micro-batch is the warm-up.
-        seconds += taken if number else 0.0
-    return seconds / _TIMED
+    return sum(_seconds_of(run, next(batches), model, fused) for _ in range(_TIMED)) / _TIMED
+
+
+def _seconds_of(run: Run, batch: Mapping[str, torch.Tensor], model: Any, fused: FusedHead | None) -> float:
+    """Return the wall seconds of the forward and backward of one micro-batch."""
+    given = {name: tensor.to(run.device) for name, tensor in batch.items()}
+    for remedy in run.remedies:
+        remedy.step([given])
+    begun = time.perf_counter()
+    with whole_loss(run, model, given, fused):
+        model(**given).loss.backward()
+    return seconds_since(begun, run.device)
 
 
 def _seconds_of_an_update(run: Run, model: Any) -> float:

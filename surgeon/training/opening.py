@@ -20,7 +20,10 @@ from surgeon.manifest.compose import BaseId, without_surgery
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
 from surgeon.training.run import Prepared, Run
-from surgeon.training.training_data import open_data, steps_of
+from surgeon.training.training_data import MOST_HELD, open_data, steps_of
+
+# Where the config does not say how many held-out sequences are evaluated: one for so many of the run, and the fewest.
+_RUN_TO_HELD, _FEWEST_HELD = 8, 8
 
 
 def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str, Corpus] | None = None) -> Run:
@@ -48,6 +51,9 @@ def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str,
     if prepared.settled_for is not None:
         settings, more = prepared.settled_for(steps=steps_of(data, prepared, say))
         notes = [*notes, *more]
+    if loaded.config.validation_sequences is None:
+        most = max(_FEWEST_HELD, min(MOST_HELD, settings.steps * settings.batch // _RUN_TO_HELD))
+        data.validation = {name: held[:most] for name, held in data.validation.items()}
     settled = {"settings": settings, "notes": notes, "sharding": sharding, "device": device}
     return Run(
         **(vars(prepared) | settled),

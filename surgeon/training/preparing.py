@@ -9,6 +9,7 @@ from __future__ import annotations
 import filecmp
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,6 +60,8 @@ def prepare(
     wrong: list[str] = []
     _tried(lambda: devices.check(device), wrong)
     _tried(lambda: check_destination(to, out.path), wrong)
+    if processes > 1 and loaded.config.minutes is not None:
+        wrong.append(f"{loaded.where('minutes')}`minutes` are measured in one process; under torchrun give `steps`")
     sharding = _tried(lambda: requested_sharding(loaded.config), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
     wrong += _not_installed(loaded)
@@ -68,6 +71,7 @@ def prepare(
     if wrong:
         # Analysing the model needs torch, whose import takes ten times as long as all checks before.
         raise bad_input(wrong)
+    loaded, about_dtype = _in_fast_dtype(out, loaded, device)
     case = _tried(lambda: _case(out, manifest, loaded, to, device), wrong)
     if case is None:
         raise bad_input(wrong)
@@ -85,6 +89,7 @@ def prepare(
     settings, about_settings = settled
     counts = loaded.config.counts_text
     notes = [
+        *about_dtype,
         *trained_too(loaded),
         *case.target.notes(),
         *_about_base(case),
@@ -98,7 +103,22 @@ def prepare(
         remedies=remedies,
         settled_for=settled_for if counts else None,
         prompts=prompts,
+        context=context,
     )
+
+
+def _in_fast_dtype(out: CheckpointFolder, loaded: LoadedConfig, device: str) -> tuple[LoadedConfig, list[str]]:
+    """Return the config with the dtype that `auto` means, and a note where this is not the checkpoint's.
+
+    It is the checkpoint's, but float32 for bfloat16 weights on a CPU that does not multiply in bfloat16.
+    """
+    stored = {info.dtype for info in out.tensors.values()}
+    if loaded.config.dtype != "auto" or "BF16" not in stored or devices.resolve(device) != "cpu":
+        return loaded, []
+    if devices.multiplies_bfloat16():
+        return loaded, []
+    note = "`dtype: auto` is float32 here: this CPU has no products of bfloat16, which would take several times as long"
+    return replace(loaded, config=loaded.config.model_copy(update={"dtype": "float32"})), [note]
 
 
 def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig) -> None:

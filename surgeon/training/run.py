@@ -70,8 +70,8 @@ class Prepared(Case):
     """A run that can begin: its numbers, notes about them, how to shard it, and its remedies.
 
     `settled_for` returns the numbers and notes for a count of steps, which the config's `epochs` or `bytes` give once
-    the texts are counted; None where the config has `steps`. `prompts` are those by which answers are compared with the
-    answers before the run; None where this is not measured.
+    the texts are counted; None where the config has `steps`. `context` is how many positions the model's config names.
+    `prompts` are those by which answers are compared with the answers before the run; None where this is not measured.
     """
 
     settings: Settings
@@ -80,6 +80,7 @@ class Prepared(Case):
     remedies: Sequence[Remedy]
     settled_for: Callable[..., tuple[Settings, list[str]]] | None
     prompts: Prompts | None
+    context: object
 
 
 @dataclass

@@ -23,8 +23,11 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.checkpoint import Checkpoint
 from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE
-from surgeon.training.footprint import check_room_of, checkpoint_bytes, peak_memory
+from surgeon.training.config.budget import Budget
+from surgeon.training.config.settings import fitting_micro_batch
+from surgeon.training.footprint import check_room_of, checkpoint_bytes, fitting, peak_memory
 from surgeon.training.loading import batches_of, loaded_model, trained_numbers
+from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.opening import as_it_is, check_as_left, opened_run
 from surgeon.training.places import memory_folder
 from surgeon.training.processes.sharding import let_go, shard, sharded_here
@@ -85,9 +88,12 @@ def run_training(
         run = replace(run, manifest=as_it_is(run, digests))
     kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
     fingerprint = fingerprint_of(loaded, run.settings, digests, run.data)
+    decided = {} if loaded.config.minutes is None else {key: getattr(loaded.config, key) for key in Budget._fields}
     with (
         writing(run.work, kept=kept),
-        own_work_folder(run.work, to, fingerprint, leads=ranks.leads, take_over=take_over, say=say) as work,
+        own_work_folder(
+            run.work, to, fingerprint, leads=ranks.leads, take_over=take_over, say=say, decided=decided
+        ) as work,
     ):
         # Another run may have published `to` before this one locked the work folder.
         check_destination(to, out.path)
@@ -117,11 +123,13 @@ def _train(run: Run) -> Trained:
 
     Its changes are still empty, and its manifest is the output's; publishing fills in both.
     """
-    settings, ranks = run.settings, run.ranks
     assert run.manifest is not None
     checkpoint = newest_checkpoint(run.work)
     done = step_of(checkpoint) if checkpoint else 0
     trainer = _trainer(run, done)
+    run = trainer.run
+    assert run.manifest is not None
+    settings, ranks = run.settings, run.ranks
     if ranks.leads:
         check_room_of(run, trainer.model)
     for remedy in run.remedies:
@@ -203,6 +211,9 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         model.to(args.device)
     fused = run.objective.fused_head(run, model)
     beside = [remedy.join(run, model, fused) for remedy in run.remedies]
+    run = _fitting(run, model, fused)
+    args.per_device_train_batch_size = run.settings.micro_batch
+    args.gradient_accumulation_steps = run.settings.accumulation
     if run.sharding is not None:
         for each in (model, *beside):
             if each is not None:
@@ -224,6 +235,22 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         fused.check(torch.randint(model.config.get_text_config().vocab_size, (1, settings.length), generator=drawn))
         let_go(model)
     return trainer
+
+
+def _fitting(run: Run, model: Any, fused: FusedHead | None) -> Run:
+    """Return the run with a micro-batch that fits into memory (`fitting`); a continued run reads it from its record.
+
+    The same micro-batches make the same bytes, whatever memory is free when the run goes on.
+    """
+    if run.loaded.config.micro_batch is not None or run.ranks.size > 1:
+        return fitting(run, model, fused)
+    record = RunRecord.read(run.work)
+    assert record is not None
+    if "micro_batch" not in record.decided:
+        run = fitting(run, model, fused)
+        record.decided["micro_batch"] = run.settings.micro_batch
+        record.write(run.work)
+    return replace(run, settings=fitting_micro_batch(run.settings, record.decided["micro_batch"]))
 
 
 def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], *, link: bool) -> Trained:
@@ -314,7 +341,7 @@ def _saving(run: Run, model: Any) -> Saving:
     """Return the writer of checkpoints; it writes beside the steps where config, sizes and trackers allow it."""
     copy = checkpoint_bytes(model)
     whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
-    beside = is_beside(run.loaded.config.saving, copy_bytes=copy, model_bytes=whole)
+    beside = is_beside(run.loaded.config.saving, device=run.device, copy_bytes=copy, model_bytes=whole)
     if beside and any(type(tracker).on_save is not TrainerCallback.on_save for tracker in run.trackers):
         run.say("a tracker may send checkpoints away as they are saved, so they are written within the steps")
         beside = False

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ _MOST_LABELS = 6
 
 if TYPE_CHECKING:
     from surgeon.manifest.checkpoint import Checkpoint
+    from surgeon.training.config.schema import TrainConfig
     from surgeon.training.dry_run import Rehearsal
     from surgeon.training.publishing import Change, Trained
     from surgeon.training.run import Prepared
@@ -74,8 +77,9 @@ def train(
         WrongSet: other parameters than the selected ones would train.
         Diverged: the loss is not finite any more.
     """
-    prepared = _prepared(out, config, to, overrides, device, trust_remote_code)
     listener = listener or Quiet()
+    prepared = _prepared(out, config, to, overrides, device, trust_remote_code)
+    prepared = _in_minutes(prepared, trust_remote_code, listener)
 
     from surgeon.training.session import run_training
 
@@ -103,8 +107,8 @@ def rehearse(
 ) -> Rehearsal:
     """Estimate the data and the cost of `train` with the same arguments; nothing is written.
 
-    The texts are read and their tokens counted; a few micro-batches are run and timed. Of a text that the model has yet
-    to write, one batch of documents is generated, in memory.
+    The texts are read and their tokens counted; one sequence and then a few micro-batches are run and timed. Of a text
+    that the model has yet to write, one batch of documents is generated, in memory.
 
     Args:
         out: as in `train`.
@@ -118,20 +122,66 @@ def rehearse(
     Raises:
         BadInput: as `train`, and where a micro-batch does not fit into memory.
     """
+    listener = listener or Quiet()
+    listener.say("dry run: reads the texts, loads the model and times one sequence first; nothing is written")
     prepared = _prepared(out, config, to, overrides, device, trust_remote_code)
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `--dry-run` times one process; run it without torchrun")
+    return _rehearsed(_in_minutes(prepared, trust_remote_code, listener), trust_remote_code, listener)
 
+
+def _rehearsed(prepared: Prepared, trust_remote_code: bool, listener: Listener) -> Rehearsal:
+    """Estimate the data and the cost of a run. Raises BadInput as `rehearse`."""
     from surgeon.training.dry_run import measured
     from surgeon.training.opening import opened_run
     from surgeon.training.self_generated import imagined_texts
 
-    listener = listener or Quiet()
     imagined = imagined_texts(prepared, listener.say)
     with tempfile.TemporaryDirectory(prefix="surgeon-head-") as room:
         made = Path(room) / "head"
         with prepared.objective.ready(prepared, made, trust_remote_code=trust_remote_code, listener=listener) as ready:
             return measured(opened_run(ready, listener, imagined=imagined.texts), imagined)
+
+
+def _in_minutes(prepared: Prepared, trust_remote_code: bool, listener: Listener) -> Prepared:
+    """Return the run with the steps, batch and length that take the config's `minutes`; without these the run itself.
+
+    A run that is continued has the numbers of its record. Raises BadInput as `rehearse`.
+    """
+    from surgeon.training.config.budget import budget_of, recorded_budget, trial_of
+    from surgeon.training.preparing import prepare
+    from surgeon.training.saved.checkpoints import RunRecord
+
+    loaded = prepared.loaded
+    if loaded.config.minutes is None:
+        return prepared
+
+    def of(config: TrainConfig) -> Prepared:
+        """Return the run by another config."""
+        changed = replace(loaded, config=config)
+        return prepare(prepared.out, prepared.manifest, changed, prepared.to, device=prepared.device, processes=1)
+
+    record = RunRecord.read(prepared.work)
+    budget = None if record is None else recorded_budget(record.decided, loaded.config.minutes)
+    measured = budget is not None
+    while not measured:
+        listener.say("measuring the speed, by which `minutes` decides the steps")
+        trial = _rehearsed(of(trial_of(loaded.config, budget)), trust_remote_code, listener)
+        batch, length = trial.settings["batch"], trial.settings["length"]
+        budget = budget_of(
+            loaded.config,
+            seconds=trial.seconds_a_step,
+            batch=batch,
+            length=length,
+            context=prepared.context,
+            packs=prepared.objective.packs,
+        )
+        measured = budget.is_near(batch, length)
+        # The measured model is in cycles of references, and the next one would be loaded beside it.
+        gc.collect()
+    assert budget is not None
+    listener.say(budget.shown)
+    return of(budget.settled(loaded.config))
 
 
 def _prepared(

@@ -23,6 +23,9 @@ from surgeon.training.config.settings import Settings
 from surgeon.training.places import memory_folder, written_source
 from surgeon.training.run import Prepared, TrainingData
 
+# The most held-out sequences of a source that are evaluated where the config does not say how many.
+MOST_HELD = 64
+
 
 @dataclass
 class _Drawn:
@@ -74,7 +77,7 @@ def open_data(prepared: Prepared, say: Callable[[str], None], imagined: Mapping[
         kept, aside, numbers = _parted(found, source, opened)
         streams.append(objective.stream(source, opened.text, kept, prepared, encoder))
         hold = partial(objective.held_out, streams[-1], aside, numbers)
-        sequences = hold(config.validation_sequences, prepared.settings.length)
+        sequences = hold(config.validation_sequences or MOST_HELD, prepared.settings.length)
         if sequences:
             found.validation[source.name], found.held[source.name] = sequences, hold
         elif source.validation:

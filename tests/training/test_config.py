@@ -11,8 +11,9 @@ from surgeon.data.sources import check_source
 from surgeon.errors import BadInput, Mistakes
 from surgeon.operations import OPERATIONS
 from surgeon.training.backends import ATTENTION, TRACKERS, missing_for_attention, missing_for_tracker
+from surgeon.training.config.budget import budget_of, recorded_budget, trial_of
 from surgeon.training.config.loading import LoadedConfig, load_config
-from surgeon.training.config.settings import settle
+from surgeon.training.config.settings import fitting_micro_batch, settle
 from surgeon.training.preparing import trained_too
 
 SMALLEST = """\
@@ -30,15 +31,17 @@ def written(folder: Path, text: str) -> LoadedConfig:
     return load_config(path)
 
 
-def test_a_small_config_gets_the_papers_values(tmp_path: Path) -> None:
+def test_a_small_config_gets_the_operations_values_and_small_steps(tmp_path: Path) -> None:
     loaded = written(tmp_path, SMALLEST)
     settings, notes = settle(loaded, ["insert_layers", "gated_adapters"], context=1024, processes=2)
-    assert (settings.lr, settings.betas, settings.length, settings.batch) == (2e-4, (0.9, 0.95), 1024, 64)
+    assert (settings.lr, settings.betas, settings.length, settings.batch) == (1e-2, (0.9, 0.95), 256, 8)
     assert settings.micro_batch * settings.accumulation * 2 == settings.batch
     assert settings.warmup_steps == 3
+    assert "`batch` and `length` are small where they are left out: 8 × 256 in this run" in notes
+    assert settle(loaded, ["insert_layers"], context=100, processes=1)[0].length == 100
     assert any("Neutral Residues" in note for note in notes)
     control, _ = settle(loaded, ["control_llm"], context=1024, processes=1)
-    assert (control.lr, control.min_lr, control.weight_decay, control.clip) == (5e-5, 1e-5, 0.1 * 5e-5, 1.0)
+    assert (control.lr, control.min_lr, control.weight_decay, control.clip) == (1e-3, 2e-4, 0.1 * 1e-3, 1.0)
 
 
 # Where the numbers come from, in the words that the note begins with.
@@ -63,8 +66,63 @@ def test_notes_name_the_operation_and_its_own_paper(operation: str, tmp_path: Pa
     mixes = {"gated_adapters": "10%", "pmoe_experts": "1%"}.get(operation)
     said = f"no source has the role `original`; the paper of {operation} mixes in {mixes} of what the base knows"
     assert (said in notes) is (mixes is not None)
-    shortened = "the warm-up of control_llm, 1000 steps, is as long as this run; it takes 10 instead"
-    assert (shortened in notes) is (operation == "control_llm")
+
+
+def test_a_lora_learns_at_ten_times_the_rate_of_all_weights(tmp_path: Path) -> None:
+    rates = [
+        settle(written(tmp_path, SMALLEST + more), [], context=64, processes=1)[0].lr
+        for more in ("what: all\n", "lora: {rank: 4}\n")
+    ]
+    assert rates == [1e-4, 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "more", "expected"),
+    [
+        # 250 tokens a second for ten minutes: 150,000 tokens, which 200 steps share as 512 each.
+        (10, 512 / 250, "", (292, 4, 128)),
+        # A hundred times as fast: 65,536 tokens a step.
+        (10, 512 / 25_000, "", (228, 32, 2048)),
+        # Whatever the speed, no step is larger than 131,072 tokens.
+        (1000, 512 / 1e6, "", (457_763, 64, 2048)),
+        # What the config says stays, and the rest goes by it.
+        (10, 512 / 250, "batch: 2\n", (292, 2, 256)),
+        (10, 512 / 250, "length: 64\n", (292, 8, 64)),
+        (10, 512 / 250, "batch: 3\nlength: 10\n", (5000, 3, 10)),
+        # A step that takes longer than all minutes is made once.
+        (0.01, 20.0, "", (1, 4, 128)),
+    ],
+)
+def test_minutes_become_steps_by_the_measured_speed(
+    tmp_path: Path, minutes: float, seconds: float, more: str, expected: tuple[int, int, int]
+) -> None:
+    config = written(tmp_path, SMALLEST.replace("steps: 100", f"minutes: {minutes}") + more).config
+    budget = budget_of(config, seconds=seconds, batch=4, length=128, context=4096, packs=True)
+    assert budget == (minutes, *expected)
+    assert recorded_budget(budget._asdict() | {"micro_batch": 2}, minutes) == budget
+    assert recorded_budget(budget._asdict(), 2 * minutes) is None and recorded_budget({}, minutes) is None
+
+
+def test_a_budget_stays_within_the_models_context_and_is_measured_again_where_its_step_is_much_larger(
+    tmp_path: Path,
+) -> None:
+    config = written(tmp_path, SMALLEST.replace("steps: 100", "minutes: 10")).config
+    budget = budget_of(config, seconds=512 / 25_000, batch=4, length=128, context=1000, packs=True)
+    assert (budget.batch, budget.length) == (65, 1000)
+    assert not budget.is_near(4, 128) and budget.is_near(16, 1024)
+    first, second = trial_of(config, None), trial_of(config, budget)
+    assert (first.batch, first.length, first.minutes) == (4, 128, None)
+    assert (second.batch, second.length, second.minutes) == (65, 1000, None)
+    # Texts with labels are not packed: only their steps are counted.
+    assert budget_of(config, seconds=3.0, batch=32, length=512, context=512, packs=False) == (10, 200, 32, 512)
+
+
+def test_fewer_sequences_at_a_time_make_more_micro_batches(tmp_path: Path) -> None:
+    settings, _ = settle(written(tmp_path, SMALLEST + "batch: 24\n"), [], context=64, processes=1)
+    assert (settings.micro_batch, settings.accumulation) == (8, 3)
+    for most, expected in ((100, (8, 3)), (7, (4, 6)), (3, (2, 12)), (1, (1, 24))):
+        fewer = fitting_micro_batch(settings, most)
+        assert (fewer.micro_batch, fewer.accumulation) == expected
 
 
 def test_an_operation_that_is_unknown_here_gets_values_that_no_paper_gave(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it_and_the_run_goes_on
 
 
 def test_where_the_copy_is_small_it_is_made() -> None:
-    assert is_beside("auto", copy_bytes=7, model_bytes=7)
-    assert not is_beside("auto", copy_bytes=8, model_bytes=7)
-    assert is_beside("beside", copy_bytes=8, model_bytes=7)
-    assert not is_beside("in_step", copy_bytes=1, model_bytes=7)
+    assert is_beside("auto", device="cuda", copy_bytes=7, model_bytes=7)
+    assert not is_beside("auto", device="cuda", copy_bytes=8, model_bytes=7)
+    assert not is_beside("auto", device="cpu", copy_bytes=7, model_bytes=8)
+    assert is_beside("beside", device="cpu", copy_bytes=8, model_bytes=7)
+    assert not is_beside("in_step", device="cuda", copy_bytes=1, model_bytes=7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import hashlib
 import io
@@ -12,6 +13,7 @@ import re
 import shutil
 import subprocess
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.common import signed
+from surgeon.common import devices, signed
 from surgeon.common.listener import Quiet
 from surgeon.common.signed import read_signed
 from surgeon.common.work_folders import record_of
@@ -35,7 +37,8 @@ from surgeon.data.scoring import score_sequences
 from surgeon.errors import BadInput, Diverged
 from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATES
-from surgeon.training import session
+from surgeon.training import dry_run, footprint, session
+from surgeon.training.loading import loaded_model
 from surgeon.training.objectives.next_tokens import NextTokens
 from surgeon.training.places import work_folder
 from surgeon.training.saved.checkpoints import RunRecord, drop_what_does_not_count, newest_checkpoint, step_of
@@ -743,3 +746,114 @@ def test_a_template_by_name_is_written_into_the_output(tmp_path: Path) -> None:
     # What is trained further has the template now, and needs no name for it; another one's is refused.
     with pytest.raises(BadInput, match="--set chat_template=gemma: `chat_template` is for a base"):
         surgeon.train(tmp_path / "run", asked, tmp_path / "more", overrides=["chat_template=gemma"])
+
+
+@pytest.mark.parametrize(("multiplies", "expected"), [(True, "auto"), (False, "float32")])
+def test_auto_is_float32_for_bfloat16_on_a_cpu_without_its_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiplies: bool, expected: str
+) -> None:
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+    out = grown(tmp_path)
+    trained = surgeon.train(out, config(tmp_path, steps=2), tmp_path / "run", device="cpu")
+    assert trained is not None
+    assert trained.manifest.training[0].config["dtype"] == expected
+    assert {info.dtype for info in CheckpointFolder.open(tmp_path / "run").tensors.values()} == {"BF16"}
+
+
+def test_minutes_are_made_into_steps_that_a_continued_run_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The speed is measured once: a run that was killed goes on with its steps, however fast the machine is then."""
+    out = grown(tmp_path)
+    asked = {key: value for key, value in CONFIG.items() if key != "steps"} | {
+        "minutes": 1,
+        "save_every": 2,
+        "optimizer": {"lr": 1e-2},
+    }
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(asked), encoding="utf-8")
+    # Ten seconds a sequence: two micro-batches would take more than a minute, so that one sequence stands for all.
+    monkeypatch.setattr(dry_run, "seconds_since", lambda *_: 10.0)
+    shown = surgeon.rehearse(out, path, tmp_path / "run", device="cpu")
+    assert (shown.settings["steps"], shown.seconds_a_step) == (1, 4 * 10.0 + 10.0)
+    # A micro-batch of all four sequences, and the optimizer's step: ten seconds.
+    monkeypatch.setattr(dry_run, "seconds_since", lambda *_: 5.0)
+    shown = surgeon.rehearse(out, path, tmp_path / "run", device="cpu")
+    assert (shown.settings["steps"], shown.seconds_a_step, shown.seconds) == (6, 10.0, 60.0)
+    assert not work_folder(tmp_path / "run").exists()
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as until, pytest.raises(RuntimeError, match="killed"):
+        until.setattr(session, "_publish", killed)
+        surgeon.train(out, path, tmp_path / "run", device="cpu")
+    monkeypatch.setattr(dry_run, "seconds_since", lambda *_: 0.1)
+    with pytest.raises(BadInput, match="holds checkpoints of another run"):
+        surgeon.train(out, path, tmp_path / "run", overrides=["minutes=2"], device="cpu")
+    trained = surgeon.train(out, path, tmp_path / "run", device="cpu")
+    assert trained is not None and trained.settings["steps"] == trained.resumed_at == 6
+    assert trained.manifest.training[0].config["minutes"] == 1
+    # The same run by `steps` has the same bytes.
+    by_steps = config(tmp_path, steps=6, save_every=2, optimizer={"lr": 1e-2})
+    assert surgeon.train(out, by_steps, tmp_path / "other", device="cpu") is not None
+    assert digests(tmp_path / "run") == digests(tmp_path / "other")
+
+
+def test_the_micro_batch_is_what_is_predicted_to_fit_and_stays_when_more_memory_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, path = grown(tmp_path), config(tmp_path, steps=2)
+    seen: list[int] = []
+    predicted = footprint._bytes_a_sequence
+
+    def kept(*given: Any) -> tuple[int, int]:
+        each, chunk = predicted(*given)
+        seen[:] = [each, chunk, footprint.checkpoint_bytes(given[1])]
+        return each, chunk
+
+    monkeypatch.setattr(footprint, "_bytes_a_sequence", kept)
+    whole = surgeon.rehearse(out, path, tmp_path / "run", device="cpu")
+    each, chunk, fixed = seen
+    assert whole.settings["micro_batch"] == 4 and each > 0
+    surgeon.rehearse(out, path, tmp_path / "run", overrides=["length=48"], device="cpu")
+    assert 1.5 < seen[0] / each < 3, "twice the tokens keep about twice the memory"
+    monkeypatch.setattr(devices, "free_memory", lambda _: fixed + chunk + 3 * each)
+    fewer = surgeon.rehearse(out, path, tmp_path / "run", device="cpu")
+    assert fewer.settings["micro_batch"] == 2
+    trained = surgeon.train(out, path, tmp_path / "run", device="cpu")
+    assert trained is not None and (trained.settings["micro_batch"], trained.settings["accumulation"]) == (2, 2)
+    for free, more, told in (
+        (fixed + chunk, [], r"1 × 24 tokens at a time .* use a smaller `length`"),
+        (fixed + chunk + 3 * each, ["micro_batch=4"], r"4 × 24 tokens at a time .* use a smaller `micro_batch` or"),
+    ):
+        monkeypatch.setattr(devices, "free_memory", lambda _, free=free: free)
+        for call in (surgeon.rehearse, surgeon.train):
+            with pytest.raises(BadInput, match=told):
+                call(out, path, tmp_path / "more", overrides=more, device="cpu")
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(devices, "free_memory", lambda _: fixed + chunk + 3 * each)
+    with monkeypatch.context() as until, pytest.raises(RuntimeError, match="killed"):
+        until.setattr(session, "_steps", killed)
+        surgeon.train(out, path, tmp_path / "kept", overrides=["save_every=1"], device="cpu")
+    # Nothing was kept before a first checkpoint, so the run begins anew, with the memory that is free now.
+    monkeypatch.setattr(devices, "free_memory", lambda _: None)
+    trained = surgeon.train(out, path, tmp_path / "kept", device="cpu")
+    assert trained is not None and trained.settings["micro_batch"] == 4
+
+
+def test_a_measured_model_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+
+    def watched(run: Any) -> Any:
+        model, parameters = loaded_model(run)
+        loaded.append(weakref.ref(model.get_input_embeddings().weight))
+        return model, parameters
+
+    monkeypatch.setattr(dry_run, "loaded_model", watched)
+    surgeon.rehearse(grown(tmp_path), config(tmp_path), tmp_path / "run", overrides=["what=all"], device="cpu")
+    gc.collect()
+    assert [reference() for reference in loaded] == [None]

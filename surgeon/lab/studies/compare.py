@@ -275,10 +275,7 @@ def _jobs(base: Checkpoint, gpus: int) -> int:
     if gpus:
         return gpus
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return 1
+    free = devices.free_memory("cpu") or 0
     each = _TIMES_BASE * base.nbytes + _A_PROCESS
     return max(1, min(cores, free // each))
 

@@ -77,7 +77,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     Raises BadInput, which names file and line.
     """
     document = read_yaml(
-        path, what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`, or `bytes:`) and `sources:`"
+        path, what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`, `bytes:` or `minutes:`) and `sources:`"
     )
     document.override(overrides, example="optimizer.lr=1e-4")
     return LoadedConfig(check_yaml(TrainConfig, document, HABITS), path, document.lines, document.given)

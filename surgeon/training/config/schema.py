@@ -21,7 +21,7 @@ TrainingDtype = Literal["auto", "bfloat16", "float32"]
 CrossEntropy = Literal["auto", "torch", "chunked", "liger"]
 
 # Larger numbers are taken for typing errors.
-_MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
+MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
 
 
 # Terms of `preserve`, and their default weights; fisher's values have another size than the others'.
@@ -225,7 +225,7 @@ class TrainConfig(Entry):
     """A training run."""
 
     surgeon_train: Annotated[Literal[1], Field(description="version of this format")]
-    steps: Annotated[int | None, Field(ge=1, le=_MOST_STEPS, description="optimizer steps")] = None
+    steps: Annotated[int | None, Field(ge=1, le=MOST_STEPS, description="optimizer steps")] = None
     epochs: Annotated[
         float | None,
         Field(
@@ -235,6 +235,15 @@ class TrainConfig(Entry):
     bytes: Annotated[
         int | None,
         Field(ge=1, description="instead of `steps`: UTF-8 bytes of text from sources that are not original"),
+    ] = None
+    minutes: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=_MOST_EPOCHS,
+            description="instead of `steps`: wall minutes of all steps, by the speed that is measured before the first;"
+            " decides `batch` and `length` too, where they are left out",
+        ),
     ] = None
     sources: Annotated[list[SourceSpec], Field(min_length=1, max_length=100, description="texts to train on")]
     seed: Annotated[
@@ -271,12 +280,25 @@ class TrainConfig(Entry):
         bool, Field(description="keep the old values of base tensors that train in RUN, for `surgeon revert`")
     ] = False
     batch: Annotated[
-        int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences a step, over all processes")
+        int | None,
+        Field(
+            ge=1,
+            le=_MOST_SEQUENCES,
+            description="sequences a step, over all processes; default 8, of labels 32",
+        ),
     ] = None
     micro_batch: Annotated[
-        int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences at a time in one process")
+        int | None,
+        Field(
+            ge=1,
+            le=_MOST_SEQUENCES,
+            description="sequences at a time in one process; default: up to 8, fewer where memory would not suffice",
+        ),
     ] = None
-    length: Annotated[int | None, Field(ge=2, description="tokens a sequence")] = None
+    length: Annotated[
+        int | None,
+        Field(ge=2, description="tokens a sequence; default 256, of texts with labels at most 4096"),
+    ] = None
     packing: Annotated[
         Packing,
         Field(description="isolated: no attention across documents in a sequence; joined: one text after the other"),
@@ -291,7 +313,10 @@ class TrainConfig(Entry):
     )
     dtype: Annotated[
         TrainingDtype,
-        Field(description="dtype of the model in training; auto: the checkpoint's"),
+        Field(
+            description="dtype of the model in training; auto: the checkpoint's, but float32 for bfloat16 on a CPU"
+            " without products of bfloat16"
+        ),
     ] = "auto"
     attention: Annotated[
         AttentionName | None, Field(description="attention implementation; default: transformers' choice")
@@ -307,7 +332,7 @@ class TrainConfig(Entry):
         CrossEntropy,
         Field(
             description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's (CUDA); auto:"
-            " chunked where a micro-batch's logits would exceed 256 MiB, else torch"
+            " chunked where a micro-batch's logits would exceed 64 MiB, else torch"
         ),
     ] = "auto"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
@@ -315,11 +340,18 @@ class TrainConfig(Entry):
         Literal["auto", "beside", "in_step"],
         Field(
             description="beside: write checkpoints while training goes on, from a copy in memory; in_step: between"
-            " steps; auto: beside where the copy is no larger than the model, else in_step"
+            " steps; auto: beside on a GPU where the copy is no larger than the model, else in_step"
         ),
     ] = "auto"
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
-    validation_sequences: Annotated[int, Field(ge=1, description="most held-out sequences evaluated, per source")] = 64
+    validation_sequences: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="most held-out sequences evaluated, per source; default: an eighth of the run's sequences, from"
+            " 8 to 64",
+        ),
+    ] = None
     keep_best: Annotated[
         str | None,
         Field(description="publish the evaluated step with the lowest held-out loss on this source; default: the last"),
@@ -355,8 +387,10 @@ class TrainConfig(Entry):
         check_shares([source.share for source in self.sources])
         if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
-        if sum(given is not None for given in (self.steps, self.epochs, self.bytes)) != 1:
-            raise ValueError("give `steps`, or `epochs` or `bytes` from which they are computed, and no two of them")
+        if sum(given is not None for given in (self.steps, self.epochs, self.bytes, self.minutes)) != 1:
+            raise ValueError(
+                "give `steps`, or `epochs`, `bytes` or `minutes` from which they are computed, and no two of them"
+            )
         if self.keep_best is not None:
             self._check_keep_best(self.keep_best)
         for source in self.sources:
@@ -378,7 +412,7 @@ class TrainConfig(Entry):
 
     @property
     def counts_text(self) -> bool:
-        """Return whether the number of steps is known only after counting the text (`epochs` or `bytes`)."""
+        """Return whether the number of steps is known only after counting the text or measuring the speed."""
         return self.steps is None
 
     @property

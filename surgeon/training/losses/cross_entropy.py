@@ -26,7 +26,7 @@ CrossEntropy = Literal["torch", "chunked", "liger"]
 CHUNK_BYTES = 2**27
 
 # `auto`: where all logits are at most this large, chunks would save nothing that matters.
-_WHOLE_BYTES = 2**28
+_WHOLE_BYTES = 2**26
 
 _FLOAT32 = 4
 

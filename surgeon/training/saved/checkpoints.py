@@ -45,13 +45,15 @@ class RunRecord:
 
     `fingerprint` is the digest of all that the run's numbers depend on. `first` has the held-out losses before the
     first step (None: not measured yet). `checkpoints` has by step the digest of the checkpoint's `complete.json`, and
-    `kept` by a remedy's key the digest of the files that it keeps.
+    `kept` by a remedy's key the digest of the files that it keeps. `decided` has the numbers that this machine's speed
+    and memory decided: those of a `Budget`, and `micro_batch`.
     """
 
     fingerprint: str
     first: dict[str, float] | None = None
     checkpoints: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
+    decided: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, work: Path) -> RunRecord | None:
@@ -68,7 +70,7 @@ class RunRecord:
                 return None
             record = cls(**signed.data)
             texts = [record.fingerprint, *record.kept.values(), *record.checkpoints.values()]
-            numbers = [] if record.first is None else list(record.first.values())
+            numbers = [*(record.first or {}).values(), *map(float, record.decided.values())]
             if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, float) for n in numbers):
                 raise TypeError("it is no record of a run")
         except (ValueError, TypeError, AttributeError) as error:
@@ -219,9 +221,12 @@ def file_digest(path: Path) -> str:
 Write = Callable[[], object]
 
 
-def is_beside(setting: Literal["auto", "beside", "in_step"], *, copy_bytes: int, model_bytes: int) -> bool:
-    """Return whether checkpoints are written beside the steps; with `auto` if the copy is no larger than the model."""
-    return setting == "beside" or (setting == "auto" and copy_bytes <= model_bytes)
+def is_beside(setting: Literal["auto", "beside", "in_step"], *, device: str, copy_bytes: int, model_bytes: int) -> bool:
+    """Return whether checkpoints are written beside the steps; `auto`: on a GPU, if the copy is not above the model.
+
+    On a CPU the copy would need memory that the steps need too, and the thread would take time from the steps.
+    """
+    return setting == "beside" or (setting == "auto" and device != "cpu" and copy_bytes <= model_bytes)
 
 
 class Saving:

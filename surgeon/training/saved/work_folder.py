@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from surgeon._version import __version__
 from surgeon.common.signed import check_own
@@ -20,10 +22,18 @@ from surgeon.training.saved.checkpoints import RUN_FILE, RunRecord, newest_check
 
 @contextlib.contextmanager
 def own_work_folder(
-    work: Path, target: Path, fingerprint: str, *, leads: bool, take_over: bool, say: Callable[[str], None]
+    work: Path,
+    target: Path,
+    fingerprint: str,
+    *,
+    leads: bool,
+    take_over: bool,
+    say: Callable[[str], None],
+    decided: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[WorkFolder | None]:
     """Lock the work folder within the context, and yield it; processes that do not lead get None.
 
+    `decided` is recorded where the run begins (`RunRecord.decided`).
     The folder is removed where this call made it and fails before its first checkpoint. Raises BadInput where it
     belongs to another run or another user, where another process has locked it, and, without `take_over`, where this
     user did not begin it in this place.
@@ -34,7 +44,7 @@ def own_work_folder(
     there = work.exists()
     with working_in(work, target=target, marker=RUN_FILE) as folder:
         try:
-            _begin_or_go_on(work, fingerprint, take_over=take_over, say=say)
+            _begin_or_go_on(work, fingerprint, decided, take_over=take_over, say=say)
             yield folder
         except Exception:
             # Only while this process has the lock: without it, another process may own the folder.
@@ -45,7 +55,9 @@ def own_work_folder(
             raise
 
 
-def _begin_or_go_on(work: Path, fingerprint: str, *, take_over: bool, say: Callable[[str], None]) -> None:
+def _begin_or_go_on(
+    work: Path, fingerprint: str, decided: Mapping[str, Any], *, take_over: bool, say: Callable[[str], None]
+) -> None:
     """Write the record of a run that begins, or check the record of one that continues.
 
     Raises BadInput where the record is another run's, or came from elsewhere without `take_over`.
@@ -53,7 +65,7 @@ def _begin_or_go_on(work: Path, fingerprint: str, *, take_over: bool, say: Calla
     found = RunRecord.read_with_origin(work)
     if found is None:
         check_own(None, work, "", take_over=take_over, say=say)
-        RunRecord(fingerprint).write(work)
+        RunRecord(fingerprint, decided=dict(decided)).write(work)
         return
     record, origin = found
     if record.fingerprint != fingerprint:

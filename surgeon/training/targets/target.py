@@ -108,13 +108,16 @@ class OwnTensors(Target):
 
     def attach(self, model: Any, wanted: TrainableSet) -> TrainedParameters:
         """Unfreeze the tensors; where a tensor trains in part, its fixed part gets no gradient."""
+        from surgeon.models.load import stored_dtype
         from surgeon.training.trainable.trainable_set import TrainedParameters, hold_fixed, unfreeze
 
         names = unfreeze(model, wanted, base_names=self.out.tensors)
         for name in names:
-            # Loaded weights may be mapped from the file.
-            parameter = model.get_parameter(name)
-            parameter.data = parameter.data.clone()
+            parameter, info = model.get_parameter(name), self.out.tensors.get(name)
+            if info is None or stored_dtype(info.dtype) == parameter.dtype:
+                # Weights in their stored dtype may be mapped from the file. A cast has made memory of its own, and the
+                # copy of a copy would stay in use: what a loading thread frees, the training thread does not get.
+                parameter.data = parameter.data.clone()
         return TrainedParameters(tuple(names), hold_fixed(model, wanted, tensors=self.out.tensors))
 
     def publish(self, trained: Path, wanted: TrainableSet, called: str) -> Values:
