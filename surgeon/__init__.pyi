@@ -38,11 +38,13 @@ from surgeon.errors import PromiseBroken as PromiseBroken
 from surgeon.errors import SurgeonError as SurgeonError
 from surgeon.lab.courses.continual import continual as continual
 from surgeon.lab.evaluation.blend import blend as blend
+from surgeon.lab.evaluation.blend import share_by_answers as share_by_answers
 from surgeon.lab.evaluation.evaluate import evaluate as evaluate
 from surgeon.lab.evaluation.open_texts import open_texts as open_texts
 from surgeon.lab.evaluation.results import Evaluation as Evaluation
 from surgeon.lab.evaluation.results import LabelScores as LabelScores
 from surgeon.lab.evaluation.results import SourceScores as SourceScores
+from surgeon.lab.learning.learn import learn as learn
 from surgeon.lab.reports.families import families as families
 from surgeon.lab.reports.inspect import inspect as inspect
 from surgeon.lab.reports.report import report as report

@@ -176,6 +176,16 @@ shown(
     "Have BASE write text like that it was trained on, to be replayed in training; repeat the command to continue.",
 )
 shown(
+    "learn",
+    "learned_view",
+    """Let BASE learn new text and keep what it knows; the table and ten answers show both, beside the base.
+
+    New layers learn, with text of the base's own replayed; --most trains all of the base, --exact puts new layers
+    behind a gate. The same command continues an interrupted one.
+    """,
+    always=True,
+)
+shown(
     "evaluate",
     "evaluation_view",
     """Measure loss, perplexity and bits per byte of models on the same held-out text, with confidence intervals.

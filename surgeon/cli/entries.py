@@ -24,7 +24,7 @@ from surgeon.errors import BadInput
 # The commands by group, in the order of the help.
 GROUPS = {
     "Grow": ("demo", "plans", "families", "preview", "apply", "verify"),
-    "Train and measure": ("train", "recall", "evaluate", "compare", "continual"),
+    "Train and measure": ("learn", "train", "recall", "evaluate", "compare", "continual"),
     "Look": ("inspect", "diff", "report", "transport-report", "routing-report"),
     "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "push"),
     "For editors": ("schema",),
@@ -37,6 +37,7 @@ EXAMPLES = {
     "preview": "plan.yaml base-model",
     "apply": "plan.yaml base-model out",
     "verify": "base-model out",
+    "learn": "base-model --new french.txt --to run --minutes 10",
     "train": "out train.yaml run",
     "recall": "base-model --tokens 200000 --to recalled.jsonl",
     "evaluate": "run --base base-model --data fr=french.txt --data en=english.txt",

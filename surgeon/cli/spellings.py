@@ -132,6 +132,13 @@ SPELLINGS = {
     ),
     "train.delta_only": _S("write only what the base lacks to RUN, for `apply --delta`"),
     "train.device": _S("auto, cpu, cuda"),
+    "learn.to": _S("folder of the model; TO-learn has its plan, training file and recalled text", "RUN", "--to"),
+    "learn.new": _S("text to learn: FILE or NAME=FILE; may be given again"),
+    "learn.minutes": _S("about how long all of it may take"),
+    "learn.most": _S("train all of the base, which learns most"),
+    "learn.exact": _S("put the new layers behind a gate, which is closed for what the base knows"),
+    "learn.seed": _S("seed of new tensors, recalled text and training", least=0),
+    "learn.answers": _S("measure kept answers by these prompts: shipped, or a file", "FILE"),
     "recall.tokens": _S("tokens to write, at least: 200000, 200k, 1.5M", "N", kind=str, convert=_count),
     "recall.to": _S("new file of JSON lines, for a source of `train`", "FILE"),
     "recall.prompts": _S(

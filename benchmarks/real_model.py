@@ -1,0 +1,209 @@
+"""What ways of learning French keep of a real chat model's answers: SmolLM2-135M-Instruct, a row for each run.
+
+    python -m benchmarks.real_model run --base DIR --new FILE --known NAME=FILE … --work DIR [--only METHOD …] [--most N]
+    python -m benchmarks.real_model page
+
+BASE is a chat model; FILE are JSON lines with `text`. A call makes the rows that are missing, in an order in which every
+method has its first rate and seed before any has its second, and may be stopped at any moment: a row is added to
+results/real_model.jsonl when its run is measured. Every run trains 40 steps of 8 × 128 tokens; those with the remedy
+have a quarter of their tokens from the base (free chats, and answers to the shipped instructions), with the base as the
+teacher (KL). Each run is also measured half and three quarters of it blended with the base.
+
+Measured on held-out text: losses; KL(base ‖ run) on the base's answers to the shipped prompts, none of which trains;
+and the shares of answers that are the base's. Differences between methods are paired by seed, at equal French.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import surgeon  # noqa: E402
+from surgeon.common.listener import Quiet  # noqa: E402
+
+PAGE = ROOT / "benchmarks" / "results" / "real_model.md"
+RECORD = PAGE.with_suffix(".jsonl")
+STEPS, BATCH, LENGTH = 40, 8, 128
+BLENDS = (0.5, 0.75)
+SEEDS = (0, 1, 2)
+# Held-out documents of each text, and of the new text for a study.
+DOCUMENTS = 48
+NEW = "french"
+
+
+class Method(NamedTuple):
+    """A way of learning: its label, the plan it grows by (None: none), what else its config has, its rates."""
+
+    label: str
+    plan: str | None
+    config: dict[str, Any]
+    rates: tuple[float, ...]
+    gated: bool = False
+
+
+METHODS = {
+    "full": Method("full fine-tuning", None, {"what": "all"}, (5e-5, 1e-4, 2e-4)),
+    "opt-deus": Method("fused layers (OpT-DeUS)", "opt-deus", {}, (1e-3, 2e-3)),
+    "llama-pro": Method("copied layers (LLaMA PRO)", "llama-pro", {}, (5e-4, 1e-3, 2e-3)),
+    "lora": Method("LoRA, rank 16", None, {"lora": {"rank": 16}}, (3e-4, 1e-3)),
+    "neutral-residues": Method("Neutral Residues", "neutral-residues", {}, (5e-3, 1.5e-2)),
+    "control-llm": Method("Control LLM", "control-llm", {}, (3e-4, 1e-3)),
+    "mixture-of-control": Method("Mixture-of-Control", "mixture-of-control", {}, (1e-3, 5e-3)),
+    "pmoe": Method("PMoE", "pmoe", {}, (1e-3, 3e-3)),
+    "gate": Method("new layers behind a gate", "domain-gate/layers", {}, (1e-3, 2e-3), gated=True),
+}
+NONE, REMEDY = "none", "recalled + KL"
+
+
+class Run(NamedTuple):
+    """One run: a method, a remedy, a rate and a seed."""
+
+    method: str
+    remedy: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of its row."""
+        return f"{self.method}/{self.remedy}/{self.rate:g}/{self.seed}"
+
+
+def wanted(only: Sequence[str]) -> Iterator[Run]:
+    """Yield all runs, those first that say most: with the remedy before without, seeds and rates in turns."""
+    for seed in SEEDS:
+        for remedy in (REMEDY, NONE):
+            for place in range(max(len(method.rates) for method in METHODS.values())):
+                for name, method in METHODS.items():
+                    # A gate keeps what it is closed for, so nothing is replayed behind it.
+                    fits = remedy == (NONE if method.gated else remedy)
+                    if place < len(method.rates) and fits and (not only or name in only):
+                        yield Run(name, remedy, method.rates[place], seed)
+
+
+def config_of(run: Run, new: Path, work: Path) -> dict[str, Any]:
+    """Return the training config of a run."""
+    method = METHODS[run.method]
+    shares = {"own": 0.15, "answers": 0.1} if run.remedy == REMEDY else {"own": 0.0, "answers": 0.0}
+    sources: list[dict[str, Any]] = [
+        {"name": NEW, "path": str(new), "share": 1 - sum(shares.values()), "validation": 0.1},
+        *(
+            {"name": name, "path": f"{name}.jsonl", "share": share, "role": "original", "validation": 0}
+            for name, share in shares.items()
+        ),
+    ]
+    return {
+        "surgeon_train": 1,
+        "steps": STEPS,
+        "batch": BATCH,
+        "length": LENGTH,
+        "seed": run.seed,
+        "validation_sequences": 1,
+        "recall_for_gate": 0,
+        "optimizer": {"lr": run.rate, "warmup": 0.1},
+        **method.config,
+        **({"preserve": {"loss": "kl"}} if run.remedy == REMEDY else {}),
+        "sources": sources,
+    }
+
+
+def measured(base: Path, model: Path, texts: dict[str, str]) -> dict[str, Any]:
+    """Return losses on every text, and what the model keeps of the base's answers, prompt by prompt."""
+    found = surgeon.evaluate([base, model], texts, answers="shipped", most=DOCUMENTS, length=256)
+    row = found.models[1]
+    assert row.kept is not None and row.kept.apart is not None
+    pairs = zip(row.kept.base_answers, row.kept.answers, strict=True)
+    return {
+        "losses": {cell.source: cell.loss.value for cell in row.sources},
+        "base": {cell.source: cell.loss.value for cell in found.models[0].sources},
+        "kept": row.kept.to_json(),
+        "nats": [round(each, 5) for each in row.kept.apart.nats.tolist()],
+        "tokens": row.kept.apart.tokens.tolist(),
+        "same": [int(own.text == of_base.text) for of_base, own in pairs],
+    }
+
+
+def carry_out(run: Run, base: Path, new: Path, known: dict[str, str], work: Path) -> dict[str, Any]:
+    """Make one run and its blends, and return its row."""
+    method, folder = METHODS[run.method], work / "run"
+    for each in (folder, work / "grown", work / "blend"):
+        shutil.rmtree(each, ignore_errors=True)
+    out = base
+    if method.plan is not None:
+        out = surgeon.apply(method.plan, base, work / "grown", overrides=[f"seed={run.seed}"], listener=Quiet()).path
+    config = work / "train.yaml"
+    config.write_text(yaml.safe_dump(config_of(run, new, work)), encoding="utf-8")
+    trained = surgeon.train(out, config, folder, listener=Quiet())
+    assert trained is not None
+    held = work / "held.yaml"
+    sources = [{"name": NEW, "path": str(new), "share": 1.0, "validation": 0.1}]
+    held.write_text(yaml.safe_dump({"surgeon_train": 1, "steps": 1, "sources": sources}), encoding="utf-8")
+    texts = [str(held), *(f"{name}={path}" for name, path in known.items())]
+    row = {"run": run._asdict(), "parameters": trained.parameters, "seconds": round(trained.seconds, 1)}
+    row |= measured(base, folder, texts)  # type: ignore[arg-type]
+    row["blended"] = {}
+    for share in BLENDS if not method.gated else ():
+        shutil.rmtree(work / "blend", ignore_errors=True)
+        try:
+            surgeon.write_blend(folder, work / "blend", base=base, alpha=share)
+        except surgeon.BadInput as error:
+            row["unblended"] = str(error)
+            break
+        row["blended"][f"{share:g}"] = measured(base, work / "blend", texts)  # type: ignore[arg-type]
+    return row
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return the committed rows."""
+    if not RECORD.exists():
+        return []
+    return [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+
+
+def make(base: Path, new: Path, known: dict[str, str], work: Path, *, only: Sequence[str], most: int) -> None:
+    """Make up to `most` rows that are missing."""
+    work.mkdir(parents=True, exist_ok=True)
+    instructions = str(files("surgeon.data") / "instructions.jsonl")
+    surgeon.recall(base, tokens=8000, length=256, to=work / "own.jsonl", once=True)
+    surgeon.recall(base, tokens=4000, length=128, prompts=instructions, to=work / "answers.jsonl", once=True)
+    there = {Run(**row["run"]).name for row in rows()}
+    for run in [each for each in wanted(only) if each.name not in there][:most]:
+        row = carry_out(run, base, new, known, work)
+        with RECORD.open("a", encoding="utf-8") as record:
+            record.write(json.dumps(row) + "\n")
+        kept = row["kept"]
+        print(
+            f"{run.name}: French {row['losses'][NEW] - row['base'][NEW]:+.3f}, KL {kept['kl']['value']:.4f},"
+            f" same {kept['same']['value']:.0%}, {row['seconds']:.0f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--base", type=Path, required=True)
+    running.add_argument("--new", type=Path, required=True)
+    running.add_argument("--known", action="append", default=[])
+    running.add_argument("--work", type=Path, required=True)
+    running.add_argument("--only", nargs="*", default=[])
+    running.add_argument("--most", type=int, default=10_000)
+    commands.add_parser("page")
+    given = parser.parse_args()
+    if given.command == "run":
+        named = dict(each.split("=", 1) for each in given.known)
+        make(given.base, given.new.resolve(), named, given.work, only=given.only, most=given.most)
+    else:
+        write_page()

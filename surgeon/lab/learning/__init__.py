@@ -1,0 +1,1 @@
+"""Learn new text and keep what the base knows, by one command."""

@@ -1,0 +1,394 @@
+"""`surgeon learn`: look at base and text, remember, pilot, grow, train, blend, measure what was learned and kept.
+
+Nothing here that other commands do not do: what is decided is written as a plan and a training file, and by hand the
+same commands give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from surgeon import (
+    Checkpoint,
+    Evaluation,
+    SourceScores,
+    Verification,
+    apply,
+    check_destination,
+    evaluate,
+    open_checkpoint,
+    open_texts,
+    read_prompts,
+    recall,
+    share_by_answers,
+    train,
+    verify,
+    write_blend,
+)
+from surgeon.common.json_results import plain_fields
+from surgeon.common.listener import Listener, Quiet
+from surgeon.common.places import meant, named
+from surgeon.common.tables import FittedTable
+from surgeon.common.work_folders import write_durably
+from surgeon.errors import BadInput, printable
+from surgeon.lab.evaluation.evaluate import evaluation_view
+
+# The plan of each way (None: nothing grows), what trains, and the rates of the pilots.
+_WAYS: Mapping[str, tuple[str | None, str, tuple[float, float]]] = {
+    "layers": ("opt-deus", "last", (1e-3, 2e-3)),
+    "most": (None, "all", (5e-5, 1e-4)),
+    "exact": ("domain-gate/layers", "last", (1e-3, 2e-3)),
+}
+# The shares of a run's tokens that the base wrote: freely, and in answer to the shipped instructions.
+_RECALLED, _ANSWERED = 0.15, 0.1
+# Shares of the minutes: for each pilot, and for the run.
+_PILOT, _RUN = 0.1, 0.45
+# Tokens that the base writes freely for each minute, and the fewest.
+_RECALL, _LEAST_RECALL = 1000, 4000
+# Tokens of answers to instructions: about a hundred answers.
+_ANSWERS = 4000
+_HELD_OUT = 0.1
+_FEWEST_STEPS = 10
+_SHOWN = 10
+_LONGEST_SHOWN = 160
+NEW, OWN, TO_INSTRUCTIONS = "new", "own", "answers"
+_DECIDED = "decided.json"
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What `learn` made: the model at `path`, how, and what it learned and kept beside the base.
+
+    `way` is layers, most or exact; `share` is the run's share in the blend with its base (1: no blend); `commands`
+    make the same model by hand, in the folder `work`.
+    """
+
+    path: Path
+    work: Path
+    way: str
+    rate: float
+    pilots: dict[str, float]
+    steps: int
+    share: float
+    seconds: float
+    commands: tuple[str, ...]
+    evaluation: Evaluation[SourceScores]
+    verification: Verification
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `work`: the model, and the folder with its plan, training file and recalled text
+            `way`: layers, most or exact
+            `rate`, `pilots`: the learning rate, and by rate the loss on new text after a pilot
+            `steps`, `share`: steps of training, and the run's share in the blend with its base (1: no blend)
+            `seconds`: of the whole call
+            `commands`: what makes the same model by hand
+            `evaluation`, `verification`: the keys of `evaluate` and of `verify`
+        """
+        return plain_fields(self)
+
+
+def learn(
+    base: str | Path,
+    *,
+    new: Sequence[str | Path],
+    to: str | Path,
+    minutes: float = 10.0,
+    most: bool = False,
+    exact: bool = False,
+    answers: str | Path = "shipped",
+    seed: int = 0,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Learned:
+    """Let a base learn new text and keep what it knows, and show both beside the base.
+
+    The base writes text of its own, which is replayed with the base as the teacher (KL). Two pilots choose the rate.
+    New layers, fused by optimal transport, learn; with `most`, all of the base; with `exact`, new layers behind a gate,
+    which is closed for what the base knows. Where nothing is gated, the run is blended with its base until it keeps the
+    base's answers. The folder TO-learn has the plan, the training file and what was decided. The same call continues an
+    interrupted one.
+
+    Args:
+        base: The model: a folder, or an output of surgeon for the next text.
+        new: Texts to learn, each a file or NAME=FILE.
+        to: The new folder.
+        minutes: About how long all of it may take.
+        most: Train all of the base, in place of new layers.
+        exact: Put the new layers behind a gate.
+        answers: Prompts by which kept answers are measured (`read_prompts`).
+        seed: Seed of new tensors, recalled text and training.
+        device: Where models run.
+        trust_remote_code: Run the base's own code.
+        listener: Receives progress.
+
+    Returns:
+        What was made.
+
+    Raises:
+        BadInput: A text cannot be read or is none that the base has to learn, or as the commands do that are called.
+    """
+    begun = time.perf_counter()
+    if most and exact:
+        raise BadInput("--most trains all of the base, --exact only new layers behind a gate; give one of them")
+    if not minutes > 0:
+        raise BadInput(f"--minutes {minutes:g}: must be more than 0")
+    way = "most" if most else "exact" if exact else "layers"
+    target = Path(to)
+    opened = open_checkpoint(base, trust_remote_code=trust_remote_code)
+    check_destination(target, opened.path)
+    texts = _texts(new)
+    open_texts(texts)
+    read_prompts(answers)
+    run = _Learning(opened, target, way, texts, minutes, seed, device, trust_remote_code, listener or Quiet())
+    run.say(f"{run.work} has the plan, the training file and what is decided; the same command continues")
+    run.remember()
+    run.check_is_new()
+    grown = run.grow()
+    decided = run.decide(grown)
+    share = run.train(grown, decided)
+    measured = evaluate([opened, target], run.work / "train.yaml", answers=answers, kl=True, most=64, **run.running)
+    return Learned(
+        path=target,
+        work=run.work,
+        way=way,
+        rate=decided["rate"],
+        pilots=decided["pilots"],
+        steps=decided["steps"],
+        share=share,
+        seconds=time.perf_counter() - begun,
+        commands=run.commands(share),
+        evaluation=measured,
+        verification=verify(opened.path, target, logits=False, trust_remote_code=trust_remote_code),
+    )
+
+
+def _texts(new: Sequence[str | Path]) -> dict[str, str]:
+    """Return the texts to learn by name. Raises BadInput without any, or where two have one name."""
+    found: dict[str, str] = {}
+    for number, given in enumerate(new):
+        name, file = named(given)
+        name = name or (NEW if len(new) == 1 else f"{NEW}{number + 1}")
+        if name in (*found, OWN, TO_INSTRUCTIONS):
+            raise BadInput(f"--new {printable(str(given))}: the name {name} is taken; give another: NAME=FILE")
+        found[name] = str(Path(meant(file)).absolute())
+    if not found:
+        raise BadInput("nothing to learn: give a text (--new FILE)")
+    return found
+
+
+@dataclass(frozen=True)
+class _Learning:
+    """One call of `learn`; `work` is the folder beside the target that keeps what a call that is cut off has done."""
+
+    base: Checkpoint
+    target: Path
+    way: str
+    texts: Mapping[str, str]
+    minutes: float
+    seed: int
+    device: str
+    trust_remote_code: bool
+    listener: Listener
+
+    @property
+    def work(self) -> Path:
+        """The folder of the plan, the training file, recalled text and decisions."""
+        return self.target.with_name(f"{self.target.name}-learn")
+
+    @property
+    def running(self) -> dict[str, Any]:
+        """Arguments of every call that runs a model."""
+        return {"device": self.device, "trust_remote_code": self.trust_remote_code, "listener": self.listener}
+
+    @property
+    def chats(self) -> bool:
+        """Whether the base answers instructions, by a chat template."""
+        return bool(self.base.tokenizer().chat_template)
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+        self.listener.say(line)
+
+    def remember(self) -> None:
+        """Have the base write text of its own, and answers to shipped instructions where it has a chat template."""
+        self.work.mkdir(exist_ok=True)
+        tokens = max(_LEAST_RECALL, round(_RECALL * self.minutes))
+        self.say(f"the base writes {tokens:,} tokens of its own, to be replayed")
+        settings: dict[str, Any] = {"seed": self.seed, "once": True, **self.running}
+        recall(self.base.path, tokens=tokens, length=256, to=self.work / f"{OWN}.jsonl", **settings)
+        if self.chats:
+            self.say("it answers shipped instructions, to be replayed too")
+            prompts = str(files("surgeon.data") / "instructions.jsonl")
+            answered = self.work / f"{TO_INSTRUCTIONS}.jsonl"
+            recall(self.base.path, tokens=_ANSWERS, length=128, prompts=prompts, to=answered, **settings)
+
+    def check_is_new(self) -> None:
+        """Raise BadInput where the base predicts a text to learn as well as the text that it wrote itself."""
+        found = evaluate(
+            self.base, {**self.texts, OWN: str(self.work / f"{OWN}.jsonl")}, most=16, length=256, **self.running
+        )
+        bits = {cell.source: cell.bits_per_byte.value for cell in found.models[0].sources}
+        for name in self.texts:
+            self.say(f"{name}: costs the base {bits[name]:.2f} bits a byte, its own text {bits[OWN]:.2f}")
+            if bits[name] <= bits[OWN]:
+                raise BadInput(
+                    f"{printable(self.texts[name])}: costs the base {bits[name]:.2f} bits a byte, no more than text of"
+                    f" its own ({bits[OWN]:.2f}), so there is nothing to learn; give text that is new to it"
+                )
+
+    def grow(self) -> Path:
+        """Grow the base by the way's plan, unless that was done; return the model to train."""
+        plan = _WAYS[self.way][0]
+        if plan is None:
+            return self.base.path
+        grown = self.work / "grown"
+        if not grown.exists():
+            self.say(f"growing it by the shipped plan {plan}")
+            apply(plan, self.base.path, grown, overrides=[f"seed={self.seed}"], **self.running)
+        return grown
+
+    def decide(self, grown: Path) -> dict[str, Any]:
+        """Choose rate, steps, batch and length by two pilots; write them, and the training file, to the work folder."""
+        file = self.work / _DECIDED
+        asked = {"way": self.way, "minutes": self.minutes, "seed": self.seed, "texts": dict(self.texts)}
+        if file.exists():
+            decided: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            if decided["asked"] == asked:
+                return decided
+            raise BadInput(
+                f"{printable(str(self.work))}: is of a call with other texts or options; give them again, or remove it"
+            )
+        pilots: dict[float, Any] = {}
+        for rate in _WAYS[self.way][2]:
+            self.say(f"a pilot of {_PILOT * self.minutes:.2g} minutes at the rate {rate:g}")
+            self._write_config(rate, {"minutes": _PILOT * self.minutes, "validation_sequences": 16})
+            pilot = self.work / "pilot"
+            shutil.rmtree(pilot, ignore_errors=True)
+            pilots[rate] = train(grown, self.work / "train.yaml", pilot, **self.running)
+        shutil.rmtree(pilot)
+        losses = {rate: sum(trained.losses[name][1] for name in self.texts) for rate, trained in pilots.items()}
+        rate = min(losses, key=lambda each: losses[each])
+        settings, speed = pilots[rate].settings, pilots[rate].tokens_per_second
+        batch, length = settings["batch"], settings["length"]
+        steps = round(_RUN * 60 * self.minutes * speed / (batch * length))
+        if steps < _FEWEST_STEPS:
+            needed = self.minutes * _FEWEST_STEPS / max(steps, 1)
+            raise BadInput(
+                f"--minutes {self.minutes:g}: has time for {steps} steps of {batch} × {length} tokens here, from which"
+                f" little is learned; give about {needed:.2g}"
+            )
+        decided = {
+            "asked": asked,
+            "rate": rate,
+            "pilots": {f"{each:g}": loss for each, loss in losses.items()},
+            "steps": steps,
+        }
+        self._write_config(rate, {"steps": steps, "batch": batch, "length": length})
+        write_durably(file, json.dumps(decided, indent=2) + "\n")
+        return decided
+
+    def _write_config(self, rate: float, length: Mapping[str, Any]) -> None:
+        """Write the training file; `length` has the keys of how long it trains."""
+        gated, what = self.way == "exact", _WAYS[self.way][1]
+        others = {OWN: _RECALLED, **({TO_INSTRUCTIONS: _ANSWERED} if self.chats else {})}
+        # Behind a gate, what the base wrote fits the gate and is not replayed.
+        shares = {name: 0.0 if gated else share for name, share in others.items()}
+        new = (1 - sum(shares.values())) / len(self.texts)
+        config = {
+            "surgeon_train": 1,
+            **length,
+            "seed": self.seed,
+            "what": what,
+            "keep_base": what == "all",
+            "optimizer": {"lr": rate},
+            "recall_for_gate": 0,
+            **({} if gated else {"preserve": {"loss": "kl"}}),
+            "sources": [
+                *(
+                    {"name": name, "path": path, "share": round(new, 6), "validation": _HELD_OUT}
+                    for name, path in self.texts.items()
+                ),
+                *(
+                    {"name": name, "path": f"{name}.jsonl", "share": share, "role": "original", "validation": _HELD_OUT}
+                    for name, share in shares.items()
+                ),
+            ],
+        }
+        write_durably(self.work / "train.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+    def train(self, grown: Path, decided: Mapping[str, Any]) -> float:
+        """Train, and publish the run or its blend with the base; return the run's share."""
+        run = self.work / "run"
+        if not run.exists():
+            self.say(f"training: {decided['steps']:,} steps at the rate {decided['rate']:g}")
+            train(grown, self.work / "train.yaml", run, **self.running)
+        share = 1.0
+        if self.way != "exact":
+            self.say("choosing the run's share by answers to shipped instructions")
+            share = share_by_answers(run, self.base.path, **self.running)
+        if share < 1:
+            write_blend(
+                run,
+                self.target,
+                base=self.base.path,
+                alpha=share,
+                trust_remote_code=self.trust_remote_code,
+                listener=self.listener,
+            )
+            shutil.rmtree(run)
+        else:
+            run.rename(self.target)
+        return share
+
+    def commands(self, share: float) -> tuple[str, ...]:
+        """Return the commands that make the same model by hand, in the work folder."""
+        base, plan = str(self.base.path.resolve()), _WAYS[self.way][0]
+        grow = [] if plan is None else [f"surgeon apply {plan} {base} grown --set seed={self.seed}"]
+        trained = "grown" if grow else base
+        blend = [f"surgeon blend run blended --with {base} --alpha {share:g}"] * (share < 1)
+        return (*grow, f"surgeon train {trained} train.yaml run", *blend)
+
+
+def learned_view(learned: Learned) -> RenderableType:
+    """Return a text for the terminal: what was learned and kept, ten answers side by side, and how it was made."""
+    kept = learned.evaluation.models[1].kept
+    parts: list[RenderableType] = [
+        evaluation_view(replace(learned.evaluation, notes=())),
+        Text(),
+    ]
+    if kept is not None:
+        answers = FittedTable("prompt")
+        for column in ("the base", "this model"):
+            answers.add_column(column)
+        step = max(1, len(kept.prompts) // _SHOWN)
+        for prompt, base, own in list(zip(kept.prompts, kept.base_answers, kept.answers, strict=True))[::step][:_SHOWN]:
+            texts = [printable(" ".join(each.text.split()), _LONGEST_SHOWN) for each in (base, own)]
+            answers.add_row(printable(prompt), texts[0], "the same" if texts[0] == texts[1] else texts[1])
+        parts += [answers, Text()]
+    holds = learned.verification.holds
+    blended = "" if learned.share == 1 else f", {learned.share:g} of it and the rest of the base"
+    parts += [
+        Text(f"{learned.steps:,} steps at the rate {learned.rate:g}{blended}; {learned.seconds / 60:.1f} minutes"),
+        Text(f"by hand, in {printable(str(learned.work))}:", style="dim"),
+        *(Text(f"  {printable(command, 1000)}", style="dim") for command in learned.commands),
+        Text(
+            f"{printable(str(learned.path))} is complete; what it promises of the base {'holds' if holds else 'FAILS'}",
+            style="bold green" if holds else "bold red",
+        ),
+    ]
+    return Group(*parts)

@@ -1,0 +1,117 @@
+"""`surgeon learn`: what it makes is what its plan and training file make by hand, and reverts to the base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.errors import BadInput
+from surgeon.lab.learning import learn as module
+from surgeon.lab.learning.learn import learned_view
+from tests import tiny
+from tests.test_api import check_json
+from tests.training.texts import CHAT_TEMPLATE, add_tokenizer, corpus
+from tests.warm import warm
+
+
+def digests(folder: Path) -> dict[str, str]:
+    opened = CheckpointFolder.open(folder)
+    return digests_of(opened, opened.tensors, lambda _count: None)
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny chat model, a text beside it, and little to recall."""
+    monkeypatch.setattr(module, "_LEAST_RECALL", 400)
+    monkeypatch.setattr(module, "_ANSWERS", 200)
+    corpus(tmp_path / "new.jsonl", seed=1, first=50, count=50)
+    (tmp_path / "prompts.txt").write_text("".join(f"w{n} w{n + 1}\n" for n in range(12)))
+    return add_tokenizer(tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=4), template=CHAT_TEMPLATE)
+
+
+def learned(base: Path, **given: Any) -> Any:
+    settings = {"minutes": 0.1, "answers": base.parent / "prompts.txt", "device": "cpu"} | given
+    return surgeon.learn(base, new=[base.parent / "new.jsonl"], to=base.parent / "run", **settings)
+
+
+@pytest.mark.parametrize("way", ["layers", "most", "exact"])
+def test_by_hand_the_same_bytes_and_back(base: Path, way: str) -> None:
+    """The commands that it names make the model again; it learned; reverted it is the base."""
+    folder = base.parent
+    found = learned(base, **({way: True} if way != "layers" else {}))
+    assert found.way == way and found.verification.holds
+    check_json(found)
+    losses = {row.model: found.evaluation.of(row.model, "new").loss.value for row in found.evaluation.models}
+    assert losses[str(folder / "run")] < losses[str(base)] - 0.05
+    kept = found.evaluation.models[1].kept
+    assert kept is not None and len(kept.prompts) == 12 and kept.kl is not None
+    surgeon.revert(folder / "run", folder / "again", to=0)
+    assert digests(folder / "again") == digests(base)
+    for command in found.commands:
+        subprocess.run([*warm(), "-m", *command.split()], cwd=found.work, check=True, capture_output=True, timeout=300)
+    by_hand = found.work / ("blended" if found.share < 1 else "run")
+    assert digests(by_hand) == digests(folder / "run")
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(learned_view(found))
+    assert "12 answers" in shown.get() and "by hand" in shown.get() and "is complete" in shown.get()
+
+
+def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was recalled, grown and decided stays; another request in its place is refused."""
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(module, "share_by_answers", killed)
+        learned(base)
+    work = base.parent / "run-learn"
+    decided = json.loads((work / "decided.json").read_text())
+    before = digests(work / "run")
+    assert not (base.parent / "run").exists()
+    with pytest.raises(BadInput, match=r"run-learn: is of a call with other texts or options; give them again"):
+        learned(base, seed=1)
+    monkeypatch.setattr(module, "train", killed)
+    monkeypatch.setattr(module, "share_by_answers", lambda *_, **__: 1.0)
+    found = learned(base)
+    assert (found.steps, found.rate) == (decided["steps"], decided["rate"])
+    assert digests(base.parent / "run") == before
+
+
+def test_text_that_the_base_knows_is_refused(base: Path) -> None:
+    """Its own text, above all."""
+    folder = base.parent
+    surgeon.recall(base, tokens=400, to=folder / "own.jsonl", temperature=0.1, seed=5, device="cpu")
+    shutil.move(folder / "own.jsonl", folder / "new.jsonl")
+    with pytest.raises(BadInput, match="bits a byte, no more than text of its own"):
+        learned(base)
+    assert not (folder / "run").exists()
+
+
+def test_refusals(base: Path) -> None:
+    folder = base.parent
+    for given, told in (
+        ({"most": True, "exact": True}, "give one of them"),
+        ({"minutes": 0}, "--minutes 0: must be more than 0"),
+        ({"minutes": float("nan")}, "--minutes nan: must be more than 0"),
+        ({"answers": folder / "none.txt"}, "none.txt"),
+        ({"minutes": 0.001}, "steps of"),
+    ):
+        with pytest.raises(BadInput, match=told):
+            learned(base, **given)
+        shutil.rmtree(folder / "run-learn", ignore_errors=True)
+    with pytest.raises(BadInput, match="nothing to learn"):
+        surgeon.learn(base, new=[], to=folder / "run")
+    with pytest.raises(BadInput, match=r"missing\.txt"):
+        surgeon.learn(base, new=[folder / "missing.txt"], to=folder / "run")
+    with pytest.raises(BadInput, match="the name own is taken"):
+        surgeon.learn(base, new=[f"own={folder / 'new.jsonl'}"], to=folder / "run")
