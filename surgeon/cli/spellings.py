@@ -140,15 +140,17 @@ SPELLINGS = {
     "learn.seed": _S("seed of new tensors, recalled text and training", least=0),
     "learn.answers": _S("measure kept answers by these prompts: shipped, or a file", "FILE"),
     "recall.tokens": _S("tokens to write, at least: 200000, 200k, 1.5M", "N", kind=str, convert=_count),
-    "recall.to": _S("new file of JSON lines, for a source of `train`", "FILE"),
+    "recall.to": _S("file of JSON lines, for a source of `train`; with fewer tokens it is continued", "FILE"),
     "recall.prompts": _S(
-        "begin (the begin-of-text token), template (the bare chat template), or a text file with a beginning a"
-        " line  [default: template where BASE has one, else begin]"
+        "begin (the begin-of-text token), template (the bare chat template), or a file with a prompt a line: a"
+        " question where BASE has a template, else a beginning  [default: template where BASE has one, else begin]"
     ),
-    "recall.temperature": _S("temperature of the draws; 1: as the model learned"),
-    "recall.top_p": _S("draw among the likeliest tokens of this share"),
+    "recall.temperature": _S("temperature of the draws; default: 0.7 by a chat template, else 1, as the model learned"),
+    "recall.top_p": _S("draw among the likeliest tokens of this share; default: 0.9 by a chat template, else 1"),
     "recall.length": _S("longest document in tokens; default: 512"),
-    "recall.once": _S("FILE may be there already, if BASE wrote it by these settings, here: nothing is done then"),
+    "recall.once": _S(
+        "FILE may be there with enough tokens, if BASE wrote it by these settings, here: nothing is done"
+    ),
     "recall.batch": _S("documents at a time"),
     "recall.seed": _S("seed of the draws", least=0),
     "evaluate.models": _S("folders or Hub ids (user/name[@revision])", "MODEL…"),

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from surgeon.anatomy.running import cache_argument
 from surgeon.data.generation import Turn, continued
 from surgeon.models.load import running
 from surgeon.runtime.graft import cache_in
@@ -72,10 +73,8 @@ class Decoder:
         self.rows = rows
         self.temperature = temperature
         self.top_p = top_p
-        parameters = inspect.signature(type(model).forward).parameters
-        # transformers calls a forward's cache `cache` from 5.24 on.
-        self._cache = "cache" if "cache" in parameters else "past_key_values"
-        self.refills = {"attention_mask", "position_ids"} <= parameters.keys() and _caches_tokens_alone(model)
+        takes = inspect.signature(type(model).forward).parameters.keys()
+        self.refills = {"attention_mask", "position_ids"} <= takes and _caches_tokens_alone(model)
 
     def write(
         self, texts: Iterable[tuple[Making[_T], np.random.Generator]], advance: Callable[[int], None]
@@ -154,7 +153,7 @@ class Decoder:
             attention_mask=mask.long(),
             position_ids=lengths,
             use_cache=True,
-            **{self._cache: cache},
+            **{cache_argument(self.model): cache},
         )
         found: Tensor = output.logits[:, -1]
         return found

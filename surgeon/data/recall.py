@@ -474,10 +474,11 @@ def _written(made: Recalled, text: TextSoFar, writer: Writer, device: str, liste
             judge(text.counts, settings)
             listener.advance(text.counts.tokens - before)
             if 10 * before // goal < 10 * text.counts.tokens // goal:
-                spent = time.perf_counter() - begun
-                left = max(0, goal - text.counts.tokens) * spent / max(1, text.counts.tokens - made.resumed_at)
+                speed = sampled / (time.perf_counter() - begun)
+                # As many documents are filtered as before. Those that are not complete are not counted.
+                left = max(0, goal - text.counts.tokens) / speed * text.counts.written / text.counts.kept
                 listener.say(
-                    f"recalled {text.counts.tokens:,} of {goal:,} tokens, {sampled / spent:,.0f} tokens/s,"
+                    f"recalled {text.counts.tokens:,} of {goal:,} tokens, {speed:,.0f} tokens/s,"
                     f" {datetime.timedelta(seconds=round(left))} left"
                 )
             if text.counts.tokens >= goal:

@@ -170,11 +170,11 @@ def test_the_share_is_kept_on_every_original_source(made: Path) -> None:
 # `surgeon`, whose process is killed at the n-th call of some function.
 KILLED_IN = """
 import os, signal, sys
-from surgeon.data import recalled_text
+from surgeon.data import recall, recalled_text
 from surgeon.training import gate_fitting
 from surgeon.training.saved.checkpoints import RunRecord
 
-gate_fitting._STEPS = 200
+gate_fitting._STEPS, recall._RUN = 200, 1
 name, left = sys.argv[1], int(sys.argv[2])
 home = recalled_text.TextSoFar if name == "save" else RunRecord
 real = getattr(home, name)
@@ -198,6 +198,7 @@ def test_a_fitting_that_was_killed_ends_as_one_that_was_not(made: Path, monkeypa
     an original source, which is kept as the others are, and no source of the run."""
     # Enough for these texts.
     monkeypatch.setattr(gate_fitting, "_STEPS", 200)
+    monkeypatch.setattr("surgeon.data.recall._RUN", 1)
     train(made, "out", "whole", steps=1, recall_for_gate=2500)
     called = ["train", *(str(made / name) for name in ("out", "train.yaml", "cut")), "--device", "cpu"]
     for name, call in (("save", 2), ("keep", 1)):

@@ -11,15 +11,21 @@ import torch
 from torch.nn import functional as F
 
 import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.listener import Quiet
+from surgeon.data.packing import ALONE, PackedSequence, batch_of
 from surgeon.errors import BadInput, SurgeonError
 from surgeon.manifest.within import Within
 from surgeon.models.load import load_model
+from surgeon.training.config.loading import load_config
 from surgeon.training.config.schema import PreserveSpec
 from surgeon.training.losses import preserving as losses
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.losses.preserving import Preserving, chunked_divergence
 from surgeon.training.objectives.next_tokens import NextTokens
+from surgeon.training.opening import opened_run
+from surgeon.training.preparing import prepare
+from surgeon.training.steps.packed import run_in_one_row
 from surgeon.training.steps.trainer import weighed
 from tests import tiny
 from tests.training.test_losses_live import ids_of, passed
@@ -124,6 +130,7 @@ def test_a_models_term_is_that_beside_the_base(made: Path, loss: Any, on: Any) -
         "labels": labels,
         "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
         "domain_ids": torch.tensor([0, 0, 1, 1]),
+        ALONE: torch.zeros(4, dtype=torch.bool),
     }
     head = FusedHead(model, "torch")
     spec = PreserveSpec(loss=loss, on=on, weight=3.0, temperature=1.5)
@@ -133,7 +140,7 @@ def test_a_models_term_is_that_beside_the_base(made: Path, loss: Any, on: Any) -
         model.train().zero_grad()
         total = int(preserving.counted(batch).sum()) if teaches else 0
         with preserving.teaching(batch, total, anywhere=True), head.armed():
-            model(**{key: value for key, value in batch.items() if key != "domain_ids"}).loss.backward()
+            model(**{key: value for key, value in batch.items() if key not in ("domain_ids", ALONE)}).loss.backward()
         gradients.append({n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None})
     precise = load_model(made / "out", dtype="float32").double()
     precise.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
@@ -233,7 +240,7 @@ def test_grown_rows_are_not_the_bases(tmp_path: Path) -> None:
     ids = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(0))
     ids[0, 4] = 130
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(10).expand(2, 10)}
-    batch["domain_ids"] = torch.zeros(2, dtype=torch.int64)
+    batch |= {"domain_ids": torch.zeros(2, dtype=torch.int64), ALONE: torch.zeros(2, dtype=torch.bool)}
     counts = preserving.counted(batch)
     assert counts.sum(dim=1).tolist() == [4, 9]
     with preserving.teaching(batch, int(counts.sum()), anywhere=True), head.armed():
@@ -245,6 +252,57 @@ def test_grown_rows_are_not_the_bases(tmp_path: Path) -> None:
         other = model(ids[:1, :4]).logits.double().log_softmax(-1)[..., :128]
     expected = ((p.exp() * (p - q)).sum() + (first.exp() * (first - other)).sum()) / 13
     assert float(preserving.take()) == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["torch", "chunked"])
+@pytest.mark.parametrize("one_row", [False, True])
+def test_cross_entropy_leaves_out_what_the_base_teaches_alone(kind: Any, one_row: bool) -> None:
+    """The base teaches on every token as before, and the mean is over all labels as before."""
+    model = tiny.model("llama")
+    head = FusedHead(model, kind)
+    preserving = Preserving(model, PreserveSpec(), Within(6, (), None, newborn=True), head)
+    ids = torch.randint(3, 100, (3, 10), generator=torch.Generator().manual_seed(0))
+    sequences = [PackedSequence(row, row, [*range(10)], 0, alone=nth < 2) for nth, row in enumerate(ids.tolist())]
+    batch = batch_of(sequences)
+    assert int(preserving.counted(batch).sum()) == 27
+    given = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+    if one_row:
+        run_in_one_row(model)
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids[2:]).logits[0, :-1], ids[2, 1:], reduction="sum")
+        for items, count in ((None, 27), (torch.tensor(54), 54)):
+            with preserving.teaching(dict(batch), 27, anywhere=True), head.armed():
+                found = model(**given, num_items_in_batch=items, use_cache=False).loss
+            # The model is the base, so that the term is 0.
+            torch.testing.assert_close(found, expected / count, atol=1e-4, rtol=1e-4)
+    assert head.left_out is None
+
+
+def test_text_that_a_model_wrote_is_the_teachers_alone_unless_asked(made: Path, tmp_path: Path) -> None:
+    """It is known by the record next to it; without a teacher it must teach something."""
+
+    def alone(changes: dict[str, Any], **keys: Any) -> bool:
+        keys |= {"what": "all", "sources": [ORIGINAL[0], ORIGINAL[1] | changes]}
+        loaded = load_config(config(made, **keys))
+        case = prepare(CheckpointFolder.open(made / "base"), None, loaded, tmp_path / "run", device="cpu", processes=1)
+        streams = opened_run(case, Quiet()).data.mixture.streams
+        assert not streams[0].packer.alone
+        return bool(streams[1].packer.alone)
+
+    kl: dict[str, Any] = {"preserve": {"loss": "kl"}}
+    assert not alone({}, **kl)
+    record = made / "en.jsonl.recall"
+    record.write_text("{}")
+    try:
+        assert alone({}, **kl)
+        assert not alone({"counted": True}, **kl)
+        assert not alone({})
+        assert not alone({}, preserve={"loss": "fisher"})
+    finally:
+        record.unlink()
+    assert alone({"counted": False}, **kl)
+    with pytest.raises(BadInput, match="`counted: false`, and no teacher of `preserve` teaches on it"):
+        load_config(config(made, sources=[ORIGINAL[0] | {"counted": False}, ORIGINAL[1]], **kl))
 
 
 def test_what_cannot_be_is_refused(made: Path, tmp_path: Path) -> None:
