@@ -1,10 +1,11 @@
 """What ways of learning French keep of a real chat model's answers: SmolLM2-135M-Instruct, a row for each run.
 
-    python -m benchmarks.real_model run --base DIR --new FILE --known NAME=FILE … --work DIR [--only METHOD …] [--most N]
+    python -m benchmarks.real_model run --base DIR --new FILE --known NAME=FILE … --work DIR
+                                        [--only METHOD …] [--most N]
     python -m benchmarks.real_model page
 
-BASE is a chat model; FILE are JSON lines with `text`. A call makes the rows that are missing, in an order in which every
-method has its first rate and seed before any has its second, and may be stopped at any moment: a row is added to
+BASE is a chat model; FILE are JSON lines with `text`. A call makes the rows that are missing, in an order in which
+every method has its first rate and seed before any has its second, and may be stopped at any moment: a row is added to
 results/real_model.jsonl when its run is measured. Every run trains 40 steps of 8 × 128 tokens; those with the remedy
 have a quarter of their tokens from the base (free chats, and answers to the shipped instructions), with the base as the
 teacher (KL). Each run is also measured half and three quarters of it blended with the base.

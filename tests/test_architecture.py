@@ -156,7 +156,7 @@ _OF_KINDS = {
 _WORDS = {*KINDS["targets"], *KINDS["remedies"], "reverse_kl", "hidden_mse", "preserve"}
 # Read of a config alone, and those that are read of whatever holds them.
 _KEYS_OF_CONFIGS = {"what", "preserve", "lora", "fitted", "labels"}
-_KEYS = {*_KEYS_OF_CONFIGS, "recall_for_gate", "within", "cached", "taught", "classifies"}
+_KEYS = {*_KEYS_OF_CONFIGS, "recall_for_gate", "keep_for_gate", "within", "cached", "taught", "classifies"}
 
 
 def knows_of_kinds(tree: ast.AST) -> set[str]:

@@ -144,6 +144,7 @@ class DomainGate(Operation):
             "closes": self._closes(),
             "false_positives": self.false_positives,
             "opens": self.opens,
+            "turns": self.reads == "cusum" and self._closes() is not None,
         }
 
     def _closes(self) -> float | None:

@@ -96,6 +96,8 @@ def _check(spec: GateSpec) -> None:
             f"config.surgery: domain_gate has {spec.units} units and a prior of {spec.prior} tokens; they must be"
             " at least 1 and 0"
         )
+    if spec.turns and (spec.reads != "cusum" or spec.closes is None):
+        raise ValueError("config.surgery: domain_gate has `turns`, which only a cusum that closes can read")
     if spec.closes is not None and not 0.0 <= spec.closes < float("inf"):
         raise ValueError(f"config.surgery: domain_gate closes is {spec.closes}; it must be null or a number from 0 on")
     if not 0.0 <= spec.opens < float("inf"):

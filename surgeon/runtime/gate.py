@@ -16,6 +16,12 @@ where the score is more than `closes` below the threshold.
 Without `closes` the gate stays open to the end of the document, because later tokens attend to keys and values that
 contain what was added.
 
+`turns`: in a chat, the turns of the user decide, each for the answer after it; the text before the first one is read as
+a document. The gate is closed within the turn. It is open for the answer if Σ e over the turn is above
+`turn_threshold`, and d, which begins at zero with the turn, has not passed `closes` within it: the turn has new text,
+and no stretch of original text. The evidence of answers counts for nothing. Turns are found by token ids (`marks`), so
+with `inputs_embeds` alone a chat is read as a document.
+
 Where the gate is closed, `torch.where` replaces the output of each switched module by the base's value, so that no
 rounding lets an addition through. A token has the base's logits, bit for bit, if the gate is closed for this token
 and for all tokens before it in its document. If the gate is closed for a whole forward, the switched modules do not
@@ -45,7 +51,7 @@ from .graft import Flow, Graft
 from .losses import logger
 from .newborn import Leaf
 from .precision import at_least_fp32
-from .prefix import NO_BOUND, Kept, Reading, keep, kept_in, latest, read_rows
+from .prefix import NO_BOUND, Kept, Reading, keep, kept_in, latest, previous, read_rows
 from .rules import Surgery
 
 # One nat of evidence in integer units; the bound on a token's evidence, in nats.
@@ -56,6 +62,10 @@ _MOST = 2.0**20
 _CLIP = 4 * _ONE
 _DRIFT = _ONE
 _EPSILON = 1e-6
+# Where a token is: in a document, in a turn of the user, or behind such a turn.
+_DOCUMENT, _ASKED, _AFTER = range(3)
+# The id of no token, where there is no earlier token or ids are not given.
+_NO_ID = -2
 
 
 class DomainGate(Leaf):
@@ -69,13 +79,15 @@ class DomainGate(Leaf):
     bias: Tensor | None
     out: Tensor | None
     threshold: Tensor
+    turn_threshold: Tensor
+    turns: Tensor
 
     def __init__(self, spec: GateSpec, width: int) -> None:
         super().__init__()
         self.spec = spec
         # Code that unfreezes parameters or waits for their gradients ignores buffers.
         shapes = spec.shapes(width)
-        for name in ("weight", "bias", "out", "offset", "threshold"):
+        for name in ("weight", "bias", "out", "offset", "threshold", "turn_threshold", "turns"):
             self.register_buffer(name, torch.zeros(shapes[name]) if name in shapes else None)
         # k, the tokens without evidence before a prefix; `closes` in integer units.
         self.prior = spec.prior if spec.reads == "prefix_mean" else 0
@@ -106,6 +118,16 @@ class DomainGate(Leaf):
         found = self.odds(hidden_states).view(*hidden_states.shape[:-1], 1)
         return (found.nan_to_num(0.0).clamp(-_MOST, _MOST) * _ONE).round().long()
 
+    def marks(self) -> Tensor:
+        """Return the pairs of ids by which turns are found: 3 2, int64.
+
+        The rows: the user's turn begins after it, the user's turn ends with it, the answer begins at it. A pair is (id
+        of the token before, or −1 for any; id of the token, or −1 for none). `turns` holds each id plus 1 as three
+        digits to base 256, since a checkpoint's dtype may have only eight significant bits.
+        """
+        ids: Tensor = _id_of(*self.turns.long().unbind(-1))
+        return ids
+
     def odds(self, hidden_states: Tensor) -> Tensor:
         """Return each token's evidence in nats, the classifier's output: B T D to B·T 1."""
         wide = at_least_fp32(hidden_states).flatten(0, -2)
@@ -121,19 +143,28 @@ class DomainGate(Leaf):
 class Gating(Reading):
     """The gate's state in one forward: what it reads and what it has decided.
 
+    `ids` (B T): the tokens; None: only their embeddings are known.
     `forced` (B T, bool; None: the gate decides) is the decision known from `domain_ids`. The gate sets `on` (B T, bool)
     when it decides, and `evidence` (B T 1) unless each row is one token over a cache. `shut`: the gate is closed for
     all tokens, so that the switched modules need not run. It is true only where `spares` is: where no gradient or graph
     needs the whole computation. `bare`: layers return hidden states and nothing else.
     """
 
-    def __init__(self, valid: Tensor, begins: Tensor | None, past: Kept | None, forced: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        valid: Tensor,
+        begins: Tensor | None,
+        past: Kept | None,
+        forced: Tensor | None = None,
+        ids: Tensor | None = None,
+    ) -> None:
         super().__init__(valid, begins, past)
+        self.ids = torch.full_like(valid, _NO_ID, dtype=torch.long) if ids is None else ids
         # `eager`: Python may branch on the values of tensors. `single`: it may, and each row is one token over a cache.
         self.eager = _eager(valid)
         self.single = self.eager and past is not None and valid.shape[1] == 1
         if past is not None and not self.single:
-            self.past = {"sums": past["state"][..., :2], "on": past["state"][..., 2:] > 0}
+            self.past = {"sums": past["state"][..., :2], "on": past["state"][..., 2:3] > 0, "turns": past["state"]}
         self.forced = forced
         self.spares = False
         self.shut = False
@@ -156,12 +187,21 @@ class Gating(Reading):
                 self.shut = self.spares and not any(row[2] for row in rows)
             else:
                 self.evidence = gate.evidence(hidden_states) * self.valid.to(hidden_states.device).unsqueeze(-1)
-                self.on = on = self.held(*self.judged(gate, self.evidence))
+                state = self.states(gate, self.evidence)
+                self.on = on = state[..., 2] > 0
                 self.shut = self.spares and not bool(on.any())
-                state = torch.cat([self.found["sums"], on.unsqueeze(-1)], dim=-1)
         # One tensor is faster to make than two.
         self.found = {"state": state}
         return on
+
+    def states(self, gate: DomainGate, evidence: Tensor) -> Tensor:
+        """Return the state after each token, of integer evidence B T 1: two sums, whether it is open, B T 3, int64.
+
+        Where turns are read, two numbers more: `by_turns`.
+        """
+        on = self.held(*self.judged(gate, evidence))
+        state = torch.cat([self.found["sums"], on.unsqueeze(-1)], dim=-1)
+        return self.by_turns(gate, evidence, state) if gate.spec.turns else state
 
     def sums(self, gate: DomainGate, evidence: Tensor, most: Tensor | int = NO_BOUND) -> Tensor:
         """Return two sums up to each token, B T 2, of integer evidence B T 1.
@@ -180,7 +220,7 @@ class Gating(Reading):
 
         Whether the gate was open before has no influence here; `held` accounts for it.
         """
-        opens = (at_least_fp32(gate.threshold).clamp(-_MOST, _MOST) * _ONE).floor().long()
+        opens = _units(gate.threshold)
         closes = opens.new_full((1,), gate.closes)
         if gate.spec.reads == "cusum":
             limits = torch.cat([opens, closes])
@@ -194,25 +234,90 @@ class Gating(Reading):
         passed = reached > limits
         return passed[..., 0], None if gate.spec.closes is None else passed[..., 1]
 
-    def _next(self, gate: DomainGate, hidden_states: Tensor) -> list[list[int]]:
-        """Advance the gate by one cached token; return [first sum, second sum, open] for each row.
+    def by_turns(self, gate: DomainGate, evidence: Tensor, state: Tensor) -> Tensor:
+        """Return the state after each token where turns of a user decide: B T 5, int64.
 
-        The result equals that of `judged` and `held`. Generation calls this for every token, and a single tensor
-        operation takes longer than all of this Python code.
+        A token's state is two sums, whether the gate is open, where the token is, and its id. In a document the first
+        three are those of `state` (B T 3). In a chat the sums are Σ e and d of the last turn of the user; where d has
+        passed `closes`, it stays there to the end of the turn.
+        """
+        device = evidence.device
+        valid, ids = self.valid.to(device), self.ids.to(device)
+        nowhere = evidence.new_tensor([0, 0, 0, _DOCUMENT, _NO_ID]).expand(len(ids), 1, 5)
+        kept = self.before("turns")
+        past = nowhere if kept is None else kept.to(device)
+        begin = torch.zeros_like(ids) if self.begin is None else self.begin.to(device)
+        # The token before in the same document, which a pair of ids may name.
+        place = previous(valid)
+        before = torch.where(place > 0, ids.gather(1, (place - 1).clamp(min=0)), past[..., 4])
+        before = torch.where(place < begin, _NO_ID, before)
+        marks = gate.marks()
+        here = (ids.unsqueeze(-1) == marks[:, 1]) & ((marks[:, 0] < 0) | (before.unsqueeze(-1) == marks[:, 0]))
+        asks, ends, answers = (here & valid.unsqueeze(-1)).unbind(-1)
+        document = torch.cat(
+            [F.pad(state, (0, 1), value=_DOCUMENT), torch.where(valid, ids, before).unsqueeze(-1)], dim=-1
+        )
+        if self.eager and not bool(asks.any() | (past[..., 3] != _DOCUMENT).any()):
+            return document
+        # Places are counted from 1. A turn that began in an earlier document counts no more.
+        asked, ended, answered = latest(asks), latest(ends | answers), latest(answers)
+        new = (asked > 0) & (asked >= begin)
+        old = ~new & (begin == 0) & (past[..., 3] != _DOCUMENT)
+        within = (new & (ended < asked)) | (old & (ended == 0) & (past[..., 3] == _ASKED))
+
+        turn = Reading(within, asks, {"up": past[..., :1], "down": past[..., 1:2]})
+        counted = evidence.clamp(-_CLIP, _CLIP) * (within & ~asks).unsqueeze(-1)
+        up = turn.since_begin("up", counted).squeeze(-1)
+        down = turn.clipped("down", -counted, gate.closes + 1).squeeze(-1)
+        passed = latest(within & (down > gate.closes))
+        spoilt = torch.where(new, passed >= asked, (passed > 0) | (past[..., 1] > gate.closes))
+        down = torch.where(spoilt, gate.closes + 1, down)
+        opens = latest(answers & ~spoilt & (up > _units(gate.turn_threshold)))
+        on = torch.where(answered > asked, opens == answered, ~new & (past[..., 2] > 0)) & ~within
+
+        where = torch.where(within, _ASKED, _AFTER)
+        chat = torch.stack([up, down, on.long(), where, document[..., 4]], dim=-1)
+        return torch.where((new | old).unsqueeze(-1), chat, document)
+
+    def _next(self, gate: DomainGate, hidden_states: Tensor) -> list[list[int]]:
+        """Advance the gate by one cached token; return each row's state, as `decide` keeps it.
+
+        The result equals that of `states`. Generation calls this for every token, and a single tensor operation takes
+        longer than all of this Python code.
         """
         assert self.past is not None
         rows: list[list[int]] = self.past["state"][:, -1].tolist()
         opens = math.floor(min(max(-_MOST, gate.threshold.item()), _MOST) * _ONE)
+        if gate.spec.turns:
+            asked = math.floor(min(max(-_MOST, gate.turn_threshold.item()), _MOST) * _ONE)
+            marks = [[_id_of(*digits) for digits in pair] for pair in gate.turns.tolist()]
         reads, closes, closing = gate.spec.reads, gate.closes, gate.spec.closes is not None
         begins = [[0]] * len(rows) if self.begin is None else self.begin.tolist()
-        given = zip(gate.odds(hidden_states).tolist(), self.valid.tolist(), begins, strict=True)
-        for row, ((nats,), (real,), (begin,)) in enumerate(given):
+        given = zip(gate.odds(hidden_states).tolist(), self.valid.tolist(), begins, self.ids.tolist(), strict=True)
+        for row, ((nats,), (real,), (begin,), (token,)) in enumerate(given):
             if begin:
-                rows[row] = [0, 0, 0]
+                rows[row] = [0, 0, 0, _DOCUMENT, _NO_ID][: len(rows[row])]
             if not real:
                 continue
-            one, other, on = rows[row]
             evidence = round(min(max(-_MOST, nats), _MOST) * _ONE) if nats == nats else 0
+            one, other, on, *turns = rows[row]
+            if turns:
+                where, before = turns
+                asks, ends, answers = (token == mark and first in (-1, before) for first, mark in marks)
+                if asks:
+                    one, other, on, where = 0, 0, 0, _ASKED
+                elif where != _DOCUMENT and (ends or answers):
+                    where = _AFTER
+                    on = int(one > asked and other <= closes) if answers else on
+                elif where == _ASKED:
+                    evidence = min(max(-_CLIP, evidence), _CLIP)
+                    one += evidence
+                    # Past `closes` it stays there.
+                    other = min(max(other - evidence, 0), closes + 1) if other <= closes else other
+                turns = [where, token]
+                if where != _DOCUMENT:
+                    rows[row] = [one, other, on, *turns]
+                    continue
             if reads == "cusum":
                 evidence = min(max(-_CLIP, evidence), _CLIP)
                 one = min(max(one + evidence - _DRIFT, 0), opens + 1)
@@ -222,7 +327,7 @@ class Gating(Reading):
                 one, other = (one + evidence, other + 1) if reads == "prefix_mean" else (evidence, 1)
                 tokens = other + gate.prior
                 new, old = one > opens * tokens, -one > (closes - opens) * tokens
-            rows[row] = [one, other, int((on or new) and not (closing and old))]
+            rows[row] = [one, other, int((on or new) and not (closing and old)), *turns]
         return rows
 
     def held(self, opens: Tensor, closes: Tensor | None) -> Tensor:
@@ -245,6 +350,16 @@ class Gating(Reading):
         if begin is not None:
             untouched = untouched & (begin == 0)
         return torch.where(untouched, before.squeeze(-1), on)
+
+
+def _id_of(high: Any, middle: Any, low: Any) -> Any:
+    """Return the id of which `turns` holds these digits: numbers or tensors."""
+    return (high * 256 + middle) * 256 + low - 1
+
+
+def _units(threshold: Tensor) -> Tensor:
+    """Return a threshold, of one element, in integer units of 2⁻¹⁶."""
+    return (at_least_fp32(threshold).clamp(-_MOST, _MOST) * _ONE).floor().long()
 
 
 def _exactly(device: str) -> Any:
@@ -300,7 +415,8 @@ class GateGraft(Graft, GateRules):
         """
         self.refuse_engine(model.config)
         if not model.training:
-            flow.gating = Gating(*read_rows(flow, inputs, attention_mask, cache, owner=self.name, what=self.what))
+            rows = read_rows(flow, inputs, attention_mask, cache, owner=self.name, what=self.what)
+            flow.gating = Gating(*rows, ids=inputs if inputs.dim() == 2 else None)
             # Recorded choices and gradients need every module to run.
             flow.gating.spares = flow.gating.eager and not (flow.records_choices or torch.is_grad_enabled())
             return

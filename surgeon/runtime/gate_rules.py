@@ -1,7 +1,7 @@
 """A domain gate and the modules that it switches in `config.surgery`:
 
     "domain_gate": [{"layer": 2, "reads": "cusum", "form": "mlp", "units": 64, "prior": 8, "closes": 6.0,
-                     "false_positives": 0.03, "opens": 7.0}],
+                     "false_positives": 0.03, "opens": 12.0, "turns": true}],
     "gated": [{"layer": 3, "inserted": true, "grafts": []}, {"layer": 4, "inserted": false, "grafts": ["adapters"]}]
 
 The gate reads the input of its `layer`. `gated` lists, for each layer, what takes part only where the gate is open:
@@ -18,7 +18,7 @@ from .rules import GraftRules, Surgery, built, by_layer, refuse_engine
 
 GATE = "domain_gate."
 # The default of `opens`: the evidence of new text, in nats, that a gate needs at least to open.
-OPENS = 7.0
+OPENS = 12.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GateSpec:
     how much evidence of original text closes an open gate (`cusum`), or how far the score must fall below the threshold
     to close it; None: the gate stays open to the end of the sequence or document. `false_positives`: the share of
     original tokens on which the gate may be open; the threshold is chosen for it. `opens`: the least threshold
-    (`cusum`).
+    (`cusum`). `turns`: in chats whole turns of the user decide (`cusum` that closes).
     """
 
     layer: int
@@ -41,6 +41,7 @@ class GateSpec:
     closes: float | None = None
     false_positives: float = 0.03
     opens: float = OPENS
+    turns: bool = False
     frozen: bool = False
 
     def shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -48,7 +49,9 @@ class GateSpec:
         mlp = self.form == "mlp"
         found: dict[str, tuple[int, ...]] = {"weight": (self.units if mlp else 1, width)}
         found |= {"bias": (self.units,), "out": (1, self.units)} if mlp else {}
-        return found | {"offset": (1,), "threshold": (1,)}
+        found |= {"offset": (1,), "threshold": (1,)}
+        # Three pairs of ids of three digits each.
+        return found | ({"turn_threshold": (1,), "turns": (3, 2, 3)} if self.turns else {})
 
 
 @dataclass(frozen=True)

@@ -213,8 +213,8 @@ def check_one_document(positions: Tensor | None, mask: Any, valid: Tensor, what:
         return
     if positions is not None:
         positions = (positions if positions.dim() == 2 else positions[0]).to(valid.device).expand(valid.shape)
-        before = positions.gather(1, (_previous(valid) - 1).clamp(min=0))
-        if bool((valid & (_previous(valid) > 0) & (positions <= before)).any()):
+        before = positions.gather(1, (previous(valid) - 1).clamp(min=0))
+        if bool((valid & (previous(valid) > 0) & (positions <= before)).any()):
             raise several_in_a_row(what)
     if isinstance(mask, Tensor) and mask.dim() == 4:
         shown = shown_by(mask).expand(valid.shape[0], -1, -1)
@@ -222,7 +222,7 @@ def check_one_document(positions: Tensor | None, mask: Any, valid: Tensor, what:
             raise several_in_a_row(what)
 
 
-def _previous(valid: Tensor) -> Tensor:
+def previous(valid: Tensor) -> Tensor:
     """Return for each token the place of the nearest earlier token that is no padding: B T.
 
     Places are counted from 1; 0: there is none in this forward.
@@ -236,16 +236,16 @@ def _check_positions(positions: Tensor | None, valid: Tensor, past: Kept | None,
         return
     if past is not None and valid.shape[1] == 1:
         return
-    positions, previous = positions.to(valid.device).expand(valid.shape), _previous(valid)
-    follows = positions.gather(1, (previous - 1).clamp(min=0)) + 1
+    positions, place = positions.to(valid.device).expand(valid.shape), previous(valid)
+    follows = positions.gather(1, (place - 1).clamp(min=0)) + 1
     # A row's first token may have any position after a cache, else only 0.
-    follows = torch.where(previous > 0, follows, positions if past is not None else 0)
+    follows = torch.where(place > 0, follows, positions if past is not None else 0)
     odd = valid & (positions != follows) & (positions != 0)
     if bool(odd.any()):
-        row, place = odd.nonzero()[0].tolist()
+        row, token = odd.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids of row {row} {'jump to' if int(previous[row, place]) else 'begin at'}"
-            f" {int(positions[row, place])}, and no cache holds the tokens before: {what}, and must see a document from"
+            f"position_ids of row {row} {'jump to' if int(place[row, token]) else 'begin at'}"
+            f" {int(positions[row, token])}, and no cache holds the tokens before: {what}, and must see a document from"
             " its first token on; pass a cache that this model's own forward filled (other caches cannot serve it)"
         )
 
@@ -269,12 +269,12 @@ def _apart(mask: Any, valid: Tensor, seen: int | Tensor) -> Tensor | None:
     """
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return None
-    shown, previous = shown_by(mask).expand(valid.shape[0], -1, -1).to(valid.device), _previous(valid)
+    shown, place = shown_by(mask).expand(valid.shape[0], -1, -1).to(valid.device), previous(valid)
     length = shown.shape[-1]
     offset = seen if valid.shape[1] != length else 0
     columns = torch.arange(length, device=valid.device)
-    here = (previous - 1 + offset).clamp(min=0, max=length - 1).unsqueeze(-1)
-    sees = torch.where(previous > 0, shown.gather(-1, here).squeeze(-1), (shown & (columns < offset)).any(dim=-1))
+    here = (place - 1 + offset).clamp(min=0, max=length - 1).unsqueeze(-1)
+    sees = torch.where(place > 0, shown.gather(-1, here).squeeze(-1), (shown & (columns < offset)).any(dim=-1))
     # Nothing is known of tokens whose column a sliding window has cut off.
     known = torch.arange(valid.shape[1], device=valid.device) + offset < length
     return valid & ~sees & known

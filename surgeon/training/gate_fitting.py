@@ -9,6 +9,10 @@ is the lowest one at which the gate, with its memory, is open on at most a given
 original source. Under Page's test a gate can close again; there the limit counts every token that follows an opening
 in its document, because such a token no longer has the base's bits. A sample of many kinds of text (`negatives`) and
 text that the base itself wrote are original sources too.
+
+Where the tokenizer has a chat template whose control tokens show the turns, the gate learns them. Then pieces of the
+same held-out text, each written as a user's turn, give the threshold for turns: the lowest one at which it opens for
+at most that share of the pieces of each original source.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from surgeon.common.formatting import listed
 from surgeon.common.work_folders import write_durably
 from surgeon.data.layouts import Document
-from surgeon.data.packing import Mixture, PackedSequence, batch_of, one_pass
+from surgeon.data.packing import IGNORED_LABEL, Mixture, PackedSequence, Packer, batch_of, one_pass
+from surgeon.data.turns import Turns
 from surgeon.errors import BadInput, printable
 from surgeon.training.negatives import NAMES, Negatives, kinds_of_text
 from surgeon.training.run import Run
@@ -57,6 +63,12 @@ _DECAY = 0.1
 # Under Page's test, the nats that are subtracted from the evidence of every token. So tokens that show nothing of their
 # domain count against new text: an open gate closes on them, and a closed gate does not open.
 _AGAINST = 0.25
+# The evidence of new text, in nats, that a turn of a user needs at least, unless the plan's `opens` is less. A turn is
+# read as a whole, and closes at a stretch of original text, so that it needs less than a document.
+_TURN_OPENS = 7.0
+# Lengths in tokens of the pieces of text that serve as turns of a user, and how many tokens of each source are cut.
+_TURN_LENGTHS = (4, 6, 8, 12, 16, 24, 32, 48)
+_TURN_TOKENS = 2**15
 # Ends of the ranges of prefix lengths that are measured separately.
 LENGTHS = (8, 32, 128, 2**31)
 # Shares of new tokens on which the gate is open: below the first nothing is gained, which is an error; below the second
@@ -72,7 +84,7 @@ class GateFigures:
     `original` and `new` are the shares of the domains' tokens on which the gate is open. `accuracy` is the mean of the
     two shares that it decides correctly. `by_length` maps ranges of prefix lengths in tokens to [original, new] (the
     last range has no upper end). `by_source` maps each source to its share. `limit` is the largest share that the plan
-    allows each original source.
+    allows each original source. In chats only the tokens that the loss counts are counted.
     """
 
     layer: int
@@ -86,6 +98,10 @@ class GateFigures:
     by_source: dict[str, float]
     # By original source: the share of tokens that keep the base's bits, 1 − `_Scored.lost`.
     kept: dict[str, float]
+    # By new source: the median of the tokens after which it opens, over the documents in which it does.
+    opens_after: dict[str, int]
+    # By source: the share of its pieces, each a user's turn, whose answer it opens for; empty where turns are not read.
+    turns: dict[str, float]
 
 
 def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Sequence[Document]) -> None:
@@ -116,15 +132,10 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     held_length = max(length, min(_HELD_LENGTH, context or _HELD_LENGTH))
     drawn = {name: draw(max(1, _HELD_TOKENS // held_length), held_length) for name, draw in run.data.held.items()}
-    negatives = Negatives.beside(mixture.streams, length, held_length, recalled)
+    negatives = Negatives.beside(mixture.streams, length, held_length, recalled, run.loaded.config.keep_for_gate)
     _tell(negatives, say)
-    figures = _fitted(model, run, negatives, drawn, dtypes, tensors)
-    if figures.new < _USELESS and figures.kept.keys() & {*NAMES}:
-        say(
-            f"  with these kinds it is open on {figures.new:.1%} of held-out new tokens, so it is fitted without them:"
-            " on kinds of text that no source has the base is not kept"
-        )
-        figures = _fitted(model, run, Negatives({}, {}, {}), drawn, dtypes, tensors)
+    turns = Turns.of(mixture.streams[0].encoder) if _gate_of(model)[0].spec.turns else None
+    figures = _fitted(model, run, negatives, drawn, dtypes, tensors, turns)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # All processes take the first one's values.
         for tensor in tensors.values():
@@ -147,6 +158,7 @@ def _fitted(
     held: Mapping[str, Sequence[PackedSequence]],
     dtypes: Mapping[str, torch.dtype],
     tensors: dict[str, Tensor],
+    turns: Turns | None,
 ) -> GateFigures:
     """Fit the classifier on the run's text, choose the threshold on held-out text, and return the gate's figures.
 
@@ -157,11 +169,15 @@ def _fitted(
         held: held-out sequences of every source.
         dtypes: the stored dtypes of the gate's tensors, by their names in the model.
         tensors: the gate's tensors, by the same names; they are overwritten.
+        turns: how turns of a user are found in chats; None: they are not read.
     """
     gate, layer = _gate_of(model)
     tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
     fitted = _classifier(gate, _parts(model, layer, run.data.mixture, negatives.fitted, tokens), run.loaded.config.seed)
-    threshold = next(name for name in dtypes if name.endswith(".threshold"))
+    fitted |= {"turns": torch.zeros(3, 2, 3) if turns is None else _digits(turns), "turn_threshold": torch.zeros(1)}
+    owner = next(name for name in dtypes if name.endswith(".threshold")).removesuffix("threshold")
+    threshold, turn_threshold = f"{owner}threshold", f"{owner}turn_threshold"
+    cut = {name: _as_turns(each, turns) for name, each in {**held, **negatives.held}.items() if turns is not None}
 
     def judged(against: float, least: float) -> GateFigures:
         """Subtract `against` nats from each token's evidence, set a threshold of at least `least` nats, and measure."""
@@ -170,8 +186,14 @@ def _fitted(
         _take(tensors, rounded)
         original, new = _scored_by_domain(model, layer, {**held, **negatives.held})
         rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold], least)
+        asked = _scored_by_domain(model, layer, cut)
+        if turns is not None:
+            lowest = max(each.turn_threshold(gate) for each in asked[0].values())
+            rounded[turn_threshold] = _above(
+                torch.tensor([max(lowest, min(least, _TURN_OPENS), 0.0)]), dtypes[turn_threshold]
+            )
         _take(tensors, rounded)
-        return _figures(gate, original, new)
+        return _figures(gate, original, new, asked[0] | asked[1])
 
     if gate.spec.reads != "cusum":
         return judged(0.0, -math.inf)
@@ -183,6 +205,37 @@ def _fitted(
         " with as little as `false_positives` allows: these texts are short, or tokens show little of their domain"
     )
     return judged(0.0, -math.inf)
+
+
+def _digits(turns: Turns) -> Tensor:
+    """Return the gate's tensor `turns`, 3 2 3: each id of the marks, plus 1, in three digits to base 256."""
+    ids = torch.tensor(turns.marks) + 1
+    return torch.stack([ids // 65536, ids // 256 % 256, ids % 256], dim=-1).float()
+
+
+def _as_turns(sequences: Sequence[PackedSequence], turns: Turns) -> list[PackedSequence]:
+    """Cut sequences into pieces of `_TURN_LENGTHS`, and write each as a user's turn and the beginning of its answer.
+
+    Every piece is a document, of which only the last token has a label: there the gate has decided.
+    """
+    if not sequences:
+        return []
+    longest = max(_TURN_LENGTHS) + len(turns.before) + len(turns.after)
+    packer = Packer(max(longest, len(sequences[0].ids)), "isolated", sequences[0].domain)
+    found: list[PackedSequence] = []
+    lengths = itertools.cycle(_TURN_LENGTHS)
+    left = _TURN_TOKENS
+    for sequence in sequences:
+        for control, run in itertools.groupby(sequence.ids, turns.controls.__contains__):
+            words = [] if control else list(run)
+            while len(words) >= min(_TURN_LENGTHS) and left > 0:
+                length = next(lengths)
+                ids = [*turns.before, *words[:length], *turns.after]
+                words, left = words[length:], left - length
+                if packer.room < len(ids):
+                    found.append(packer.take())
+                packer.add((ids, [*[False] * (len(ids) - 1), True]), 0)
+    return [*found, packer.take()] if packer.ids else found
 
 
 def _gate_of(model: Any) -> tuple[Any, nn.Module]:
@@ -348,11 +401,11 @@ def _classifier(gate: Any, parts: Sequence[Callable[[], _States]], seed: int) ->
 class _Scored:
     """The gate's evidence on held-out sequences.
 
-    Each part is a batch: its evidence (B T 1), its `Gating`, which has where documents begin, and the lengths of
-    prefixes (B T).
+    Each part is a batch: its evidence (B T 1), its `Gating`, which has where documents begin, the lengths of prefixes
+    (B T), and which tokens the loss counts (B T), with the first ones of documents.
     """
 
-    parts: list[tuple[Tensor, Any, Tensor]]
+    parts: list[tuple[Tensor, Any, Tensor, Tensor]]
 
     @classmethod
     def of(cls, model: Any, layer: nn.Module, sequences: Sequence[PackedSequence]) -> _Scored:
@@ -362,9 +415,11 @@ class _Scored:
         for batch in _batches(sequences):
             hidden = _states(model, layer, batch)
             positions = batch["position_ids"].to(hidden.device)
-            at_work = gating(torch.ones_like(positions, dtype=torch.bool), positions == 0, None)
+            ids = batch["input_ids"].to(hidden.device)
+            at_work = gating(torch.ones_like(positions, dtype=torch.bool), positions == 0, None, ids=ids)
             at_work.decide(layer.domain_gate, hidden)
-            parts.append((at_work.evidence, at_work, _lengths(batch["position_ids"])))
+            counts = batch["labels"] != IGNORED_LABEL
+            parts.append((at_work.evidence, at_work, _lengths(batch["position_ids"]), counts))
         return cls(parts)
 
     def lost(self, gate: Any) -> float:
@@ -375,17 +430,37 @@ class _Scored:
         """
         if gate.spec.reads != "cusum":
             return float(self.open(gate)[0].double().mean())
-        on = [at_work.held(at_work.judged(gate, evidence)[0], None).flatten() for evidence, at_work, _ in self.parts]
-        return float(torch.cat(on).double().mean())
+        on = [at_work.held(at_work.states(gate, each)[..., 2] > 0, None) for each, at_work, *_ in self.parts]
+        return float(torch.cat([each.flatten() for each in on]).double().mean())
 
     def scores(self, gate: Any) -> Tensor:
         """Return for every token the number that the gate compares with its threshold."""
-        return torch.cat([scores(gate, at_work, evidence).flatten() for evidence, at_work, _ in self.parts])
+        return torch.cat([scores(gate, at_work, evidence).flatten() for evidence, at_work, *_ in self.parts])
 
     def open(self, gate: Any) -> tuple[Tensor, Tensor]:
-        """Return (whether the gate with its present tensors is open, length of the prefix) for every token."""
-        on = [at_work.held(*at_work.judged(gate, evidence)).flatten().cpu() for evidence, at_work, _ in self.parts]
-        return torch.cat(on), torch.cat([lengths.flatten() for *_, lengths in self.parts])
+        """Return (whether the gate with its present tensors is open, length of the prefix) for every counted token."""
+        on = [(at_work.states(gate, each)[..., 2] > 0).cpu()[counts] for each, at_work, _, counts in self.parts]
+        return torch.cat(on), torch.cat([lengths[counts] for *_, lengths, counts in self.parts])
+
+    def opens_after(self, gate: Any) -> int | None:
+        """Return the median length of prefixes at which the gate opens first in a document; None: it opens in none."""
+        found = []
+        for evidence, at_work, lengths, _ in self.parts:
+            opened = at_work.held(at_work.states(gate, evidence)[..., 2] > 0, None).cpu()
+            before = F.pad(opened[:, :-1], (1, 0)) & (lengths > 1)
+            found.append(lengths[opened & ~before])
+        every = torch.cat(found)
+        return int(every.median()) if len(every) else None
+
+    def turn_threshold(self, gate: Any) -> float:
+        """Return the lowest threshold, in nats, that opens at most `false_positives` of turns; −∞: any does.
+
+        The only labels are those of the tokens at which turns are decided.
+        """
+        last = torch.cat([at_work.states(gate, each).cpu()[counts] for each, at_work, _, counts in self.parts])
+        sums = last[last[:, 1] <= gate.closes, 0].sort(descending=True).values
+        allowed = int(gate.spec.false_positives * len(last))
+        return float(sums[allowed]) / 2**16 if allowed < len(sums) else -math.inf
 
 
 def scores(gate: Any, at_work: Any, evidence: Tensor) -> Tensor:
@@ -424,7 +499,9 @@ def _above(value: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
-def _figures(gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scored]) -> GateFigures:
+def _figures(
+    gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scored], turns: Mapping[str, _Scored]
+) -> GateFigures:
     """Measure on held-out text of both domains how often the gate is open, and return the figures."""
     by_source: dict[str, float] = {}
     shares: list[float] = []
@@ -453,6 +530,8 @@ def _figures(gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scor
         by_length=by_length,
         by_source=by_source,
         kept={name: 1 - scored.lost(gate) for name, scored in original.items()},
+        opens_after={name: after for name, scored in new.items() if (after := scored.opens_after(gate)) is not None},
+        turns={name: float(scored.open(gate)[0].double().mean()) for name, scored in turns.items()},
     )
 
 
@@ -468,12 +547,18 @@ def _judge(figures: GateFigures, say: Callable[[str], None]) -> None:
     if figures.new < _USELESS:
         raise BadInput(
             f"{words}: it cannot tell the two domains apart, and what was added would take part in so few new tokens"
-            " that little could be learned; raise `false_positives`, let it read another `layer`, or leave the gate out"
+            " that little could be learned; keep fewer languages (`keep_for_gate`), raise `false_positives`, let it"
+            " read another `layer`, or leave the gate out"
         )
     say(f"{words}: accuracy {figures.accuracy:.1%}")
     for length, (original, new) in figures.by_length.items():
         if original is not None and new is not None:
             say(f"  prefixes of {length} tokens: open on {new:.1%} of new and {original:.1%} of original ones")
+    after = [f"{count} tokens of {name}" for name, count in figures.opens_after.items()]
+    say(f"  it opens after about {listed(after)}")
+    if figures.turns:
+        shares = ", ".join(f"{printable(name)} {share:.1%}" for name, share in figures.turns.items())
+        say(f"  in a chat each turn of the user decides for its answer: of turns of 4 to 48 tokens open on {shares}")
     if len(figures.by_source) > 2:
         shares = ", ".join(f"{printable(name)} {share:.1%}" for name, share in figures.by_source.items())
         say(f"  by source: open on {shares}")

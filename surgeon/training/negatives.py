@@ -3,11 +3,13 @@
 A source of original text usually shows the gate only one kind. The passages are in `kinds_of_text.jsonl`, whose first
 line has their licence. Text that the base itself wrote (`self_generated`) is added. A kind that is like the new text is
 left out; this is decided by characters only, by how much likelier the kind's trigrams are under the new text than under
-the original text.
+the original text. Of languages only those count that the original sources or the base's own text have, unless the user
+names others: each language more makes the gate open later.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -28,6 +30,10 @@ NAMES = (KINDS, LANGUAGES, RECALLED)
 _EVERYWHERE = {"addresses", "names", "rules", "numbers", "labels", "paths"}
 # The length of a kind that is a language: its code.
 _CODE = 2
+# The original text has a language where at least this share of its pieces, of so many characters, is likeliest in it.
+_HAS, _PIECE, _PIECES = 0.05, 256, 128
+# Characters of each language by which pieces are judged.
+_SAMPLE = 1200
 # Every fourth of the base's own documents serves to choose the threshold, the others to fit.
 _HELD = 4
 # Characters of each domain that are read; the last tenth of the new text gives the score that kinds are compared with.
@@ -51,7 +57,12 @@ class Negatives:
 
     @classmethod
     def beside(
-        cls, streams: Sequence[SourceStream], length: int, held_length: int, recalled: Sequence[Document] = ()
+        cls,
+        streams: Sequence[SourceStream],
+        length: int,
+        held_length: int,
+        recalled: Sequence[Document] = (),
+        keep: Sequence[str] | None = None,
     ) -> Self:
         """Encode and pack the passages, without kinds that are like the new text or that the vocabulary cannot encode.
 
@@ -61,13 +72,20 @@ class Negatives:
             held_length: tokens of a sequence to choose the threshold by; its passages are joined to one document, but
                 the base's documents are isolated.
             recalled: documents that the base wrote.
+            keep: codes of the languages to include; None: those of the original sources and of the base's own text.
         """
         encoder = streams[0].encoder
         domains = [
             _characters(stream for stream in streams if (stream.packer.domain > 0) is new) for new in (False, True)
         ]
         passages = kinds_of_text()
+        known = "\n".join([domains[0], *itertools.chain.from_iterable(map(said_in, recalled))])
+        kept = _languages_of(passages, known) if keep is None else keep
         left_out = dict.fromkeys(_like_new(passages, *domains), "of the new text's own kind")
+        why = "neither in the original sources nor in the base's own text" if keep is None else "not in `keep_for_gate`"
+        for kind in passages:
+            if len(kind) == _CODE and kind not in kept:
+                left_out.setdefault(kind, why)
         held_how: dict[str, Packing] = {RECALLED: "isolated"}
         packed = {
             name: (_Packed.of(length, "isolated"), _Packed.of(held_length, held_how.get(name, "joined")))
@@ -128,6 +146,11 @@ def kinds_of_text() -> dict[str, list[str]]:
     return found
 
 
+def languages() -> list[str]:
+    """Return the codes of the languages of which the package has passages."""
+    return [kind for kind in kinds_of_text() if len(kind) == _CODE]
+
+
 def _unknown(encoder: Encoder, ids: Sequence[int]) -> bool:
     """Return whether at least half of the tokens are the tokenizer's unknown token."""
     unknown = encoder.tokenizer.unk_token_id
@@ -161,6 +184,19 @@ def _like_new(passages: dict[str, list[str]], original: str, new: str) -> list[s
         return []
     texts = {kind: "\n".join(texts) for kind, texts in passages.items() if kind not in _EVERYWHERE}
     return [kind for kind, text in texts.items() if of_new.mean(text) - of_original.mean(text) > _OWN * own]
+
+
+def _languages_of(passages: dict[str, list[str]], text: str) -> list[str]:
+    """Return the languages among the kinds of passages that a text has, by the likeliest kind of its pieces."""
+    # All kinds of English are one language. A model of more text would be the likelier one of any text.
+    english = [passage for kind, texts in passages.items() if kind.startswith("en-") for passage in texts]
+    others = {kind: texts for kind, texts in passages.items() if not kind.startswith("en-")}
+    together = others | {"en": [passage[: _SAMPLE // len(english)] for passage in english]}
+    models = {name: _Trigrams.of("\n".join(texts)[:_SAMPLE]) for name, texts in together.items()}
+    every = [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
+    pieces = every[:: max(1, len(every) // _PIECES)]
+    found = Counter(max(models, key=lambda name: models[name].mean(piece)) for piece in pieces)
+    return [name for name, count in found.items() if len(name) == _CODE and count >= _HAS * len(pieces)]
 
 
 @dataclass(frozen=True)

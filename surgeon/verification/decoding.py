@@ -71,6 +71,9 @@ def _fit(gate: Any, given: tuple[Any, ...]) -> None:
     """Fit a domain gate so that tokens with these hidden states both open and close it."""
     gate.threshold.fill_(_SUM if gate.spec.reads == "cusum" else 0.0)
     gate.offset.zero_()
+    if gate.spec.turns:
+        # Marks that noise has made are no control tokens: these texts are documents.
+        gate.turns.zero_()
     found = gate.odds(given[0])
     # If one token is repeated, the spread is only rounding, which must not be amplified much.
     by = _SPREAD / (found.std() + 1e-3 * found.abs().mean())

@@ -385,6 +385,174 @@ def test_one_token_over_a_cache_is_decided_as_among_others(reads: str, closes: f
             assert reads == "token" or torch.equal(past["state"][:, 0][here], whole.found["state"][:, at][here])
 
 
+# Ids of tokens after which a question begins, with which it ends, and with which an answer begins.
+ASK, END, ANSWER = 120, 121, 122
+
+
+def read_turns(gate: Any, *marks: tuple[int, int]) -> None:
+    """Let a gate find turns by these pairs of ids."""
+    ids = torch.tensor(marks) + 1
+    gate.turns.copy_(torch.stack([ids // 65536, ids // 256 % 256, ids % 256], dim=-1))
+    assert gate.marks().tolist() == [list(mark) for mark in marks]
+
+
+def decided_by_turns(
+    ids: list[int], evidence: list[int], valid: list[bool], begins: list[bool], marks: Any, closes: float
+) -> list[tuple[int, bool]]:
+    """As the rules have it, token by token: where it is (0 document, 1 question, 2 behind), and whether it is open."""
+    one = 2**16
+    where, on, before, total, stretch, worst = 0, False, -2, 0, 0, 0
+    document = sequentially(evidence, valid, begins, GateSpec(0, closes=closes))[0]
+    found: list[tuple[int, bool]] = []
+    for token, e, real, begin, opened in zip(ids, evidence, valid, begins, document, strict=True):
+        if real and begin:
+            where, on, before = 0, False, -2
+        if real:
+            asks, ends, answers = (token == mark and first in (-1, before) for first, mark in marks)
+            if asks:
+                where, on, total, stretch, worst = 1, False, 0, 0, 0
+            elif where and (ends or answers):
+                where = 2
+                on = (total > 2 * one and worst <= closes * one) if answers else on
+            elif where == 1:
+                e = min(max(e, -4 * one), 4 * one)
+                total, stretch = total + e, max(stretch - e, 0)
+                worst = max(worst, stretch)
+            before = token
+        found.append((where, on if where else opened))
+    return found
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [((1, 5), (-1, 2), (1, 6)), ((-1, 5), (-1, -1), (-1, 6)), ((-1, 5), (-1, 6), (-1, 6)), ((-1, -1),) * 3],
+    ids=["pairs", "no end", "one token", "none"],
+)
+def test_turns_are_decided_by_their_rules(marks: Any) -> None:
+    """Padding, packed documents; in one forward, token by token and in pieces that cut turns and marks."""
+    spec = GateSpec(0, closes=3.0, turns=True)
+    gate = DomainGate(spec, 4)
+    gate.initialise()
+    gate.threshold.fill_(3.0)
+    gate.turn_threshold.fill_(2.0)
+    read_turns(gate, *marks)
+    gate.odds = lambda given: given.flatten(0, -2)  # type: ignore[method-assign]
+    drawn = torch.Generator().manual_seed(0)
+    rows, length = 48, 90
+    ids = torch.randint(0, 9, (rows, length), generator=drawn)
+    for row, at in (torch.rand(rows, length - 1, generator=drawn) < 0.08).nonzero().tolist():
+        ids[row, at : at + 2] = torch.tensor([1, 5 + (row + at) % 2])
+    trend = torch.randn(rows, 1, generator=drawn)
+    evidence = ((torch.randn(rows, length, generator=drawn) * 1.5 + trend) * 2**16).round().long()
+    valid = torch.rand(rows, length, generator=drawn) < 0.85
+    begins = (torch.rand(rows, length, generator=drawn) < 0.02) & valid
+    begins[24:] = False
+    given = zip(*(each.tolist() for each in (ids, evidence, valid, begins)), strict=True)
+    asked = torch.tensor([decided_by_turns(*row, marks, 3.0) for row in given])
+    seen = [tuple(each) for each in asked[valid].tolist()]
+    wanted = [(0, 1), (1, 0), (2, 0), (2, 1)] if marks[0][1] > 0 else [(0, 0), (0, 1)]
+    assert min(seen.count(each) for each in wanted) > 20
+    for cuts in ([0, length], [0, 7, 30, 31, length], list(range(length + 1))):
+        past: Any = None
+        found = []
+        for begin, end in itertools.pairwise(cuts):
+            here = slice(begin, end)
+            gating = Gating(valid[:, here], begins[:, here], past, ids=ids[:, here])
+            on = gating.decide(gate, evidence[:, here].unsqueeze(-1).double() / 2**16)
+            past = gating.found
+            assert torch.equal(on, past["state"][..., 2] > 0)
+            found.append(past["state"][..., [3, 2]])
+        assert torch.equal(torch.cat(found, dim=1)[valid], asked[valid]), cuts[:3]
+
+
+def chatting(base: Any) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    """A model whose gate reads turns, what names its flow, and two chats of two turns: new then old text, and reverse.
+
+    The second chat is shorter, and padded on the left. No document is long enough to open the gate.
+    """
+    model = perturbed(grafted("llama", gated(everything(), turns=True, closes=1.0), base=base))
+    domain_gate: Any = next(module for module in model.modules() if hasattr(module, "threshold"))
+    with torch.no_grad():
+        flow = _flow(model)
+        model(torch.arange(3, 100)[:, None], surgery_flow=flow, use_cache=False)
+        found = flow.gating.evidence.flatten()
+        # So that half of the tokens speak for either kind.
+        domain_gate.offset.sub_(float(found.median()) / 2**16)
+        domain_gate.threshold.fill_(1000.0)
+        domain_gate.turn_threshold.fill_(0.1)
+    read_turns(domain_gate, (-1, ASK), (-1, END), (-1, ANSWER))
+    order = (found.argsort() + 3).tolist()
+    old, new, answer = order[:5], order[-5:], order[40:44]
+    chats = [
+        [7, 8, 9, ASK, *first, END, ANSWER, *answer, END, ASK, *second, END, ANSWER, *answer]
+        for first, second in ((new, old), (old, new))
+    ]
+    ids = torch.tensor([chats[0], [0, 0, *chats[1][2:]]])
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    return model, domain_gate, ids, mask
+
+
+@torch.no_grad()
+def test_a_turn_of_a_user_decides_for_its_answer_and_a_closed_chat_has_the_bases_bits() -> None:
+    """In a batch, each row by its own turns; in one forward, in pieces, token by token, behind a crop, alone."""
+    base = tiny.model("llama")
+    model, _, ids, mask = chatting(base)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    flow = _flow(model)
+    given = {"attention_mask": mask, "position_ids": positions}
+    logits = model(ids, **given, surgery_flow=flow, use_cache=False).logits
+    first, second = (int(place) for place in (ids[0] == ANSWER).nonzero().flatten())
+    begin = int((ids[0] == ASK).nonzero()[-1])
+    expected = torch.zeros_like(mask, dtype=torch.bool)
+    expected[0, first:begin], expected[1, second:] = True, True
+    assert torch.equal(flow.on & mask.bool(), expected)
+    native = base(ids, **given, use_cache=False).logits
+    assert torch.equal(logits[0, :first], native[0, :first]) and torch.equal(logits[1, 2:second], native[1, 2:second])
+    assert not (logits == native).all(dim=-1)[expected].any()
+
+    length = ids.shape[1]
+    for cuts in ([0, 6, 13, length], [0, 6, *range(7, length + 1)]):
+        cache, on = DynamicCache(config=model.config), []
+        cache.activate_past_recording()
+        for start, end in itertools.pairwise(cuts):
+            flow, here = _flow(model), slice(start, end)
+            part = {"attention_mask": mask[:, :end], "position_ids": positions[:, here]}
+            model(ids[:, here], **{CACHE: cache}, **part, surgery_flow=flow)
+            on.append(flow.on)
+        assert torch.equal(torch.cat(on, dim=1) & mask.bool(), expected), cuts
+    # Back into the first turn, whose end is decided anew.
+    cache.crop(6 - length)
+    flow = _flow(model)
+    part = {"attention_mask": mask, "position_ids": positions[:, 6:]}
+    model(ids[:, 6:], **{CACHE: cache}, **part, surgery_flow=flow)
+    assert torch.equal(flow.on, expected[:, 6:])
+    alone = _flow(model)
+    model(ids[1:, 2:], surgery_flow=alone, use_cache=False)
+    assert torch.equal(alone.on[0], expected[1, 2:])
+    # Without ids no turn is seen.
+    embedded = _flow(model)
+    model(inputs_embeds=model.get_input_embeddings()(ids), **given, surgery_flow=embedded, use_cache=False)
+    assert not embedded.on.any()
+
+
+def test_generation_keeps_what_the_turn_decided() -> None:
+    """Greedy and with beams, over a cache as without one; an answer to old text is the base's own."""
+    base = tiny.model("llama")
+    model, _, ids, _ = chatting(base)
+    prompts = ids[:, : int((ids[0] == ANSWER).nonzero()[0]) + 1]
+    for beams in (1, 3):
+        how: dict[str, Any] = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "eos_token_id": None}
+        for prompt, opens in ((prompts[:1], True), (prompts[1:, 2:], False)):
+            made = model.generate(prompt, **how)
+            assert torch.equal(made, model.generate(prompt, use_cache=False, **how))
+            flow = _flow(model)
+            with torch.no_grad():
+                model(made, surgery_flow=flow, use_cache=False)
+            assert flow.on[0, prompt.shape[1] - 1 :].tolist() == [opens] * 7
+            assert opens or torch.equal(made, base.generate(prompt, **how))
+
+
 def test_an_earlier_config_reads_as_it_did() -> None:
     """What closes a gate had another name."""
     earlier, now = ({"reads": "prefix_mean", name: 0.5} for name in ("hysteresis", "closes"))
@@ -524,6 +692,7 @@ def test_grafts_are_switched_off_inside_and_on_again_behind() -> None:
         ({"domain_gate": [{"layer": 1, "false_positives": 0}]}, "between 0 and 1"),
         ({"domain_gate": [{"layer": 1, "closes": -1.0}]}, "must be null or a number from 0 on"),
         ({"domain_gate": [{"layer": 1, "units": 0}]}, "must be at least 1 and 0"),
+        ({"domain_gate": [{"layer": 1, "turns": True}]}, "only a cusum that closes"),
     ],
 )
 def test_a_gate_that_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:

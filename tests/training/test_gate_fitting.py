@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -27,7 +29,7 @@ from surgeon.training.config.loading import load_config
 from surgeon.training.preparing import prepare
 from tests.checkpoints import weights
 from tests.training.test_train import base_of, config
-from tests.training.texts import corpus
+from tests.training.texts import CHAT_TEMPLATE, corpus
 from tests.warm import warm
 
 OPERATIONS = [
@@ -83,7 +85,11 @@ def test_a_run_fits_the_gate_and_keeps_original_text(made: Path, monkeypatch: py
     assert figures is not None and figures["original"] <= 0.05 < 0.7 < figures["new"]
     assert figures["accuracy"] == pytest.approx((1 - figures["original"] + figures["new"]) / 2)
     gate = {name for name in trained.changes if ".domain_gate." in name}
-    assert {name.rpartition(".")[2] for name in gate} == {"weight", "offset", "bias", "out", "threshold"}
+    read = {"weight", "offset", "bias", "out", "threshold"}
+    assert {name.rpartition(".")[2] for name in gate} == read | {"turns", "turn_threshold"}
+    # Without a chat template no turn is found.
+    assert not any(value.any() for name, value in weights(made / "run").items() if name.endswith("domain_gate.turns"))
+    assert figures["turns"] == {} and 0 < figures["opens_after"]["fr"] < 16
     # The odds, which every token pays.
     (offset,) = (value for name, value in weights(made / "run").items() if name.endswith(".domain_gate.offset"))
     assert torch.equal(offset, (fitted[0]["offset"] - 0.25).to(offset.dtype))
@@ -111,6 +117,42 @@ def test_a_run_fits_the_gate_and_keeps_original_text(made: Path, monkeypatch: py
     assert all(base.read(name) == back.read(name) for name in base.tensors)
 
 
+def test_turns_are_fitted_where_a_template_has_them(tmp_path: Path) -> None:
+    """The marks are the template's; at most the share of turns of original text opens it; the run decides so."""
+    base = base_of(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(base)
+    corpus(tmp_path / "fr.jsonl", documents=300, seed=1, first=50, count=50)
+    corpus(tmp_path / "en.jsonl", documents=300, seed=2, count=50)
+    (tmp_path / "plan.yaml").write_text(json.dumps({"surgeon": 1, "operations": OPERATIONS}))
+    surgeon.apply(tmp_path / "plan.yaml", str(base), tmp_path / "out")
+    figures = train(tmp_path, "out", "run", heard := Heard(), steps=1).manifest.training[-1].gate
+    assert figures is not None and figures["turns"].keys() == {"en", "fr"}
+    assert figures["turns"]["en"] <= 0.05 and figures["turns"]["fr"] > 0.7
+    said = "\n".join(heard.lines)
+    assert "each turn of the user decides for its answer" in said
+    assert f"it opens after about {figures['opens_after']['fr']} tokens of fr" in said
+
+    model, native = (load_model(CheckpointFolder.open(tmp_path / name)) for name in ("run", "base"))
+    gate, _ = gate_fitting._gate_of(model)
+    user, assistant = tokenizer.convert_tokens_to_ids(["<user>", "<assistant>"])
+    assert gate.marks().tolist() == [[-1, user], [-1, tokenizer.eos_token_id], [-1, assistant]]
+    for words, opens in (("w60 w61 w62 w63 w64 w65", True), ("w10 w11 w12 w13 w14 w15", False)):
+        ids = torch.tensor([tokenizer(f"<user> {words} </s> <assistant> {words}")["input_ids"]])
+        flow = sys.modules[type(model).__module__].Flow()
+        with torch.no_grad():
+            logits = model(ids, surgery_flow=flow, use_cache=False).logits
+            assert flow.on[0].tolist() == [False] * 8 + [opens] * 7
+            assert opens or torch.equal(logits, native(ids, use_cache=False).logits)
+
+
+def test_a_language_without_passages_is_refused(made: Path) -> None:
+    with pytest.raises(BadInput, match=r"`xx` is none of the languages .* give a text of it as a source"):
+        train(made, "out", "never", keep_for_gate=["de", "xx"])
+
+
 def test_what_is_asked_for_is_what_the_model_itself_does(made: Path) -> None:
     """The share that the threshold was chosen for, counted by forwards of the fitted model; one step of score below it
     would open the gate too often."""
@@ -127,7 +169,7 @@ def test_what_is_asked_for_is_what_the_model_itself_does(made: Path) -> None:
     gate.threshold.data = gate_fitting._threshold(gate, [scored], torch.bfloat16)
 
     def share() -> float:
-        flow = __import__("sys").modules[type(model).__module__].Flow()
+        flow = sys.modules[type(model).__module__].Flow()
         with torch.no_grad():
             model(ids, position_ids=torch.arange(20)[None], surgery_flow=flow, use_cache=False)
         return float(flow.on.double().mean())
@@ -276,7 +318,7 @@ def test_a_gate_has_the_models_dtype_however_it_is_loaded(made: Path, dtype: str
     out = CheckpointFolder.open(made / "out")
     whole, streamed = load_model(out, dtype=dtype), StreamedModel(out, dtype=dtype, device="cpu").module
     gates = [{name: value for name, value in model.named_buffers() if "gate." in name} for model in (whole, streamed)]
-    assert len(gates[0]) == 5 and {value.dtype for value in gates[0].values()} == {getattr(torch, dtype)}
+    assert len(gates[0]) == 7 and {value.dtype for value in gates[0].values()} == {getattr(torch, dtype)}
     assert all(
         torch.equal(value, gates[1][name]) and value.dtype == gates[1][name].dtype for name, value in gates[0].items()
     )

@@ -41,6 +41,19 @@ def test_the_new_texts_own_kind_is_left_out(new: str) -> None:
     assert not negatives._like_new(others, english, english)
 
 
+def test_of_languages_those_of_the_original_text_count() -> None:
+    """By other passages than those that are looked for; English text has no other language, and code has none."""
+    kinds = kinds_of_text()
+    known = {kind: texts[0::2] for kind, texts in kinds.items()}
+    codes = negatives.languages()
+    assert len(codes) >= 20 and {"de", "zh"} <= {*codes} and "en" not in codes
+    for code in ("de", "nl", "es", "ca", "cs", "zh"):
+        assert negatives._languages_of(known, "\n".join(kinds[code][1::2])) == [code]
+    english = "\n".join(texts[1] for kind, texts in kinds.items() if kind.startswith(("en-", "code-")))
+    assert not {*negatives._languages_of(known, english)} & {*codes}
+    assert {*negatives._languages_of(known, "\n".join([english, *kinds["fi"][1::2] * 2]))} & {*codes} == {"fi"}
+
+
 def test_what_the_tokenizer_cannot_read_is_left_out_and_the_rest_is_parted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +74,8 @@ def test_what_the_tokenizer_cannot_read_is_left_out_and_the_rest_is_parted(
     }
     monkeypatch.setattr(negatives, "kinds_of_text", lambda: passages)
     recalled = [f"w{number} w{number + 1}" for number in range(20, 28)]
-    found = Negatives.beside(streams, 8, 16, recalled)
+    assert Negatives.beside(streams, 8, 16, recalled, []).left_out["de"] == "not in `keep_for_gate`"
+    found = Negatives.beside(streams, 8, 16, recalled, ["de"])
     assert found.left_out == {"own": "of the new text's own kind", "unread": "not in the vocabulary"}
     first, second, third = (encoder.encode(text)[0] for text in passages["read"])
     assert [token for sequence in found.fitted["(kinds)"] for token in sequence.ids] == first + third

@@ -276,6 +276,13 @@ class TrainConfig(Entry):
             " too, if no original source has `generate`; 0: none",
         ),
     ] = 2**15
+    keep_for_gate: Annotated[
+        list[str] | None,
+        Field(
+            description="languages that must keep the base's bits behind a domain gate, as codes (`de`); default: those"
+            " of the original sources and of the base's own text"
+        ),
+    ] = None
     keep_base: Annotated[
         bool, Field(description="keep the old values of base tensors that train in RUN, for `surgeon revert`")
     ] = False

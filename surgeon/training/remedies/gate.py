@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from surgeon.anatomy.limits import context_of
 from surgeon.common.schema import BEGIN, ORIGINAL, TEMPLATE
-from surgeon.data.sources import is_chat
 from surgeon.data.specs import GenerateSpec, RowsSpec
-from surgeon.errors import bad_input
+from surgeon.errors import bad_input, printable
 from surgeon.manifest.manifest import Manifest
 from surgeon.models.templates import template_of
 from surgeon.training.config.schema import originals_of
@@ -51,8 +50,17 @@ class Gate(Remedy):
 
     def check_sources(self) -> None:
         """Raise BadInput where the gate is to be fitted and a domain has no source, or no held-out text."""
+        from surgeon.training.negatives import languages
+
         loaded, wrong = self.case.loaded, []
-        sources = loaded.config.sources
+        sources, kept = loaded.config.sources, loaded.config.keep_for_gate
+        for number, code in enumerate(kept or ()):
+            if code not in languages():
+                wrong.append(
+                    f"{loaded.where('keep_for_gate', number)}`{printable(code)}` is none of the languages of which the"
+                    f" package has passages ({', '.join(languages())}); give a text of it as a source with"
+                    " `role: original`"
+                )
         for role, original in (("original", True), ("new", False)) if self.fitted else ():
             held = [number for number, source in enumerate(sources) if (source.role == ORIGINAL) is original]
             if not held:
@@ -84,9 +92,8 @@ class Gate(Remedy):
         if not self.fitted or not tokens or any(source.generate for source in originals_of(loaded.config)):
             return []
         length = min(_LENGTH, context_of(out.config) or _LENGTH)
-        # The model writes chats where a source is a chat and the checkpoint has a chat template.
-        chats = any(is_chat(source, loaded) for source in loaded.config.sources)
-        prompts = TEMPLATE if chats and template_of(out) else BEGIN
+        # A model with a chat template was trained on chats, and writes little else well.
+        prompts = TEMPLATE if template_of(out) else BEGIN
         spec = GenerateSpec(tokens=max(tokens, length), length=length, prompts=prompts)
         without = (
             "  the domain gate is fitted without what the model writes ({}): kinds of text that no source has keep the"
