@@ -22,6 +22,8 @@ NAME = "decoding"
 _TEXTS, _PREFIX, _STEPS = 3, 24, 6
 # Mean and spread of a gate's evidence per token in nats; the threshold of summed evidence, above any single token's.
 _MEAN, _SPREAD, _SUM = 2.0, 4.0, 3.5
+# A gate's tensors that say how turns of a chat are found: ids with noise would find none.
+_LEFT = (".turns", ".turn_threshold")
 
 
 def check_decoding(model: Any, ids: Tensor) -> Check:
@@ -54,7 +56,7 @@ def _moved(model: Any, names: set[str], ids: Tensor) -> bool:
         before = prefilled(model, ids)
     drawn = torch.Generator().manual_seed(0)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in names and tensor.is_floating_point():
+        if name in names and tensor.is_floating_point() and not name.endswith(_LEFT):
             noise = torch.randn(tensor.shape, generator=drawn).to(tensor.device)
             tensor.add_(
                 noise * (tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.2 * (tensor.square().mean().sqrt() or 1.0))
@@ -71,9 +73,6 @@ def _fit(gate: Any, given: tuple[Any, ...]) -> None:
     """Fit a domain gate so that tokens with these hidden states both open and close it."""
     gate.threshold.fill_(_SUM if gate.spec.reads == "cusum" else 0.0)
     gate.offset.zero_()
-    if gate.spec.turns:
-        # Marks that noise has made are no control tokens: these texts are documents.
-        gate.turns.zero_()
     found = gate.odds(given[0])
     # If one token is repeated, the spread is only rounding, which must not be amplified much.
     by = _SPREAD / (found.std() + 1e-3 * found.abs().mean())
