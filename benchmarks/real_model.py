@@ -31,7 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import surgeon  # noqa: E402
+from benchmarks.frontier import interval, table  # noqa: E402
 from surgeon.common.listener import Quiet  # noqa: E402
+from surgeon.lab.studies import frontier  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "results" / "real_model.md"
 RECORD = PAGE.with_suffix(".jsonl")
@@ -189,6 +191,72 @@ def make(base: Path, new: Path, known: dict[str, str], work: Path, *, only: Sequ
             f" same {kept['same']['value']:.0%}, {row['seconds']:.0f} s",
             flush=True,
         )
+
+
+def over_seeds(values: Sequence[float]) -> str:
+    """Return the mean of a value for each seed, with its interval where there are three seeds."""
+    found = frontier.interval(values)
+    return interval(None if found is None else {"mean": found.mean, "half": found.half})
+
+
+def points(found: Sequence[dict[str, Any]], method: str, remedy: str, seed: int) -> list[tuple[float, float]]:
+    """Return (change of French loss, KL on answers) of a method's runs and their blends, of one seed."""
+    run = {"method": method, "remedy": remedy, "seed": seed}
+    mine = [row for row in found if run.items() <= row["run"].items()]
+    measured = [each for row in mine for each in (row, *row["blended"].values())]
+    return [(each["losses"][NEW] - each["base"][NEW], each["kept"]["kl"]["value"]) for each in measured]
+
+
+def beside(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[str]:
+    """Return a row: by how much a method moves answers more than full fine-tuning with the remedy, at equal French."""
+    apart, widths = [], []
+    for seed in SEEDS:
+        mine, full = (
+            frontier.envelope(points(found, name, given, seed)) for name, given in ((method, remedy), ("full", REMEDY))
+        )
+        shared = frontier.common_range(mine, full)
+        if shared is not None and (difference := frontier.difference(mine, full)) is not None:
+            apart.append(difference)
+            widths.append(shared[1] - shared[0])
+    result = frontier.interval(apart)
+    shown = "" if result is None else interval({"mean": result.mean, "half": result.half}, signed=True)
+    return [METHODS[method].label, remedy, str(len(apart)), f"{min(widths):.2f}" if widths else "", shown]
+
+
+def write_page() -> None:
+    """Write the page from the committed rows."""
+    found, lines = rows(), [f"# {__doc__.splitlines()[0]}", ""]
+    groups: dict[tuple[str, str, float, str], list[dict[str, Any]]] = {}
+    for row in found:
+        run = Run(**row["run"])
+        groups.setdefault((run.method, run.remedy, run.rate, ""), []).append(row)
+        for share, blended in row["blended"].items():
+            groups.setdefault((run.method, run.remedy, run.rate, share), []).append(blended)
+    known = [name for name in found[0]["losses"] if name != NEW]
+    cells = []
+    for (method, remedy, rate, share), each in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1:])):
+        changes = [[one["losses"][name] - one["base"][name] for one in each] for name in (NEW, *known)]
+        kept = [[one["kept"][key]["value"] for one in each] for key in ("kl", "prefix", "same")]
+        label = METHODS[method].label + (f", {share} of it" if share else "")
+        cells.append([label, remedy, f"{rate:g}", str(len(each)), *map(over_seeds, (changes[0], *kept, *changes[1:]))])
+    header = ["method", "with", "rate", "seeds", "French", "KL on answers", "prefix", "same", *known]
+    lines += [
+        "Losses are changes from the base, in nats a token; prefix is the share of an answer before the first"
+        " difference.",
+        "Intervals are over seeds (95 %); without one there are fewer than three.",
+        "",
+        *table(header, cells, 2),
+        "",
+        "## At equal French, beside full fine-tuning with the same remedy",
+        "",
+        "The difference of KL on answers, averaged over the range of French loss that both methods' runs and blends"
+        " cover; below 0 the method keeps answers better.",
+        "",
+    ]
+    pairs = dict.fromkeys((row["run"]["method"], row["run"]["remedy"]) for row in found)
+    compared = [beside(found, *pair) for pair in pairs if pair != ("full", REMEDY)]
+    lines += table(["method", "with", "seeds", "range", "KL on answers"], compared, 2)
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a training step costs: full fine-tuning, PEFT LoRA and each surgery, side by side in one run.
 
     python benchmarks/training_cost.py --base DIR --work DIR [--batch B] [--length T] [--steps N] [--device cuda]
+    python benchmarks/training_cost.py --base DIR --work DIR --whole PLAN --text FILE [--batch B] [--length T]
 
 Every candidate runs in a separate process, in the checkpoint's dtype, in turns: steps on B × T random tokens by the
 optimizer of `surgeon train` (AdamW, float32 masters of trained tensors), the best one's seconds and the process's
@@ -8,6 +9,11 @@ peak memory. The same tensors train as in `surgeon train`. Two further steps are
 synchronisation in between: forward up to the lowest layer that trains, the rest of forward, backward, optimizer. Full
 fine-tuning runs a second time with torch's AdamW on the bfloat16 weights themselves, as in transformers' Trainer.
 Results, with the targets and whether they are met, go to benchmarks/results/training_cost_<base>.md.
+
+With `--whole PLAN` the command itself is measured instead, in float32 on the CPU: `surgeon train` of what PLAN added,
+from reading the texts to the published run, beside a loop of transformers and torch on the same new tensors. Both
+count processor seconds from the end of the second step to the end of the last, and the whole process's peak memory.
+These go to benchmarks/results/training_run_<base>.md.
 """
 
 from __future__ import annotations
@@ -24,7 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measuring import in_a_process, machine
+from beside_trl import BEFORE, Clock, callback, loaded
+from measuring import in_a_process, machine, peak_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -47,6 +54,8 @@ ON_THE_BASE = ("full", "full-narrow", "lora")
 PARTS = ("prefix", "forward", "backward", "optimizer")
 # Target share of full fine-tuning's step, for layers inserted at the top.
 TARGET = 0.6
+# Target peak of `surgeon train`, over the plain loop's.
+MOST_OF_A_LOOP = 1.1
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -168,6 +177,93 @@ def inner(folder: str, kind: str, batch: str, length: str, steps: str, device: s
     print(json.dumps(found | {"lowest": float(bench.lowest()), "layers": float(len(bench.layers))}))
 
 
+def whole(folder: str, way: str, text: str, batch: str, length: str, steps: str) -> None:
+    """The command or the loop: processor seconds of a step, and the peak memory of all."""
+    by = {"surgeon train": by_command, "a plain loop": by_loop}[way]
+    clock = by(Path(folder), Path(text), int(batch), int(length), int(steps))
+    print(json.dumps({"step": clock.step(), "peak": float(peak_memory())}))
+
+
+def by_command(out: Path, text: Path, batch: int, length: int, steps: int) -> Clock:
+    """`surgeon train`, whole, with all that it does by default: checks, held-out losses, a checkpoint, publishing."""
+    import surgeon
+    from surgeon.training import opening
+
+    clock, run = Clock(), out.with_name("run")
+    # In the place of trackers, which are called as it is.
+    opening.open_trackers = lambda *_, **__: [callback(clock)()]
+    config = out.with_name("train.yaml")
+    source = {"name": "text", "path": str(text.resolve()), "share": 1, "validation": 0.05}
+    asked = {"steps": steps, "batch": batch, "length": length, "dtype": "float32", "sources": [source]}
+    config.write_text(json.dumps({"surgeon_train": 1, **asked}))
+    surgeon.train(out, config, run, device="cpu")
+    shutil.rmtree(run)
+    return clock
+
+
+def by_loop(out: Path, text: Path, batch: int, length: int, steps: int) -> Clock:
+    """A loop of one's own: transformers loads, torch's AdamW steps on the new tensors alone."""
+    import torch
+    from transformers import AutoTokenizer
+
+    clock, model = Clock(), loaded(out, "new", "float32").train()
+    rows = [json.loads(line)["text"] for line in text.read_text(encoding="utf-8").splitlines()]
+    ids = torch.tensor(AutoTokenizer.from_pretrained(out)("\n".join(rows))["input_ids"])
+    training = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(training, lr=1e-3, fused=True)
+    for step in ids[: steps * batch * length].view(steps, batch, length):
+        model(input_ids=step, labels=step, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(training, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.stop()
+    return clock
+
+
+def measure_whole(arguments: argparse.Namespace) -> None:
+    """The command beside the loop, in turns, and their page."""
+    import surgeon
+
+    out, shape = arguments.work / "out", (arguments.batch, arguments.length, arguments.steps)
+    measured: dict[str, dict[str, float]] = {}
+    load_before = os.getloadavg()[0]
+    try:
+        surgeon.apply(arguments.whole, str(arguments.base), out)
+        for _ in range(arguments.rounds):
+            for way in ("surgeon train", "a plain loop"):
+                found = in_a_process(__file__, "whole", out, way, arguments.text.resolve(), *shape)
+                earlier = measured.get(way, found)
+                measured[way] = {key: min(found[key], earlier[key]) for key in found}
+                print(way, found, flush=True)
+    finally:
+        shutil.rmtree(arguments.work, ignore_errors=True)
+    command, loop = measured["surgeon train"], measured["a plain loop"]
+    lines = [
+        f"# `surgeon train` beside a plain loop on {arguments.base.name} ({machine()}, load before {load_before:.1f})",
+        "",
+        f"`python benchmarks/training_cost.py --whole {arguments.whole}`: the new tensors train in float32, {shape[2]}"
+        f" steps of {shape[0]} × {shape[1]} tokens, the least of {arguments.rounds} rounds, one thread. `surgeon train`"
+        " does all that it does by default: checks, held-out losses, a checkpoint, the published run.",
+        "",
+        "| by | processor s a step | tokens a processor s | peak GB |",
+        "|---|---:|---:|---:|",
+    ]
+    for way, found in measured.items():
+        speed = shape[0] * shape[1] / found["step"]
+        lines.append(f"| {way} | {found['step']:.3f} | {speed:,.0f} | {found['peak'] / 1e9:.2f} |")
+    ratio = command["peak"] / loop["peak"]
+    met = "met" if ratio <= MOST_OF_A_LOOP else "missed"
+    lines += [
+        "",
+        f"- Peak at most {MOST_OF_A_LOOP} of the loop's: {ratio:.2f}, {met}.",
+        f"- A step takes {command['step'] / loop['step']:.2f} of the loop's.",
+        "",
+    ]
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / f"training_run_{arguments.base.name}.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
 def better(found: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
     """The least memory and the faster step of two turns, each step with parts of its own turn."""
     faster = min(found, earlier, key=lambda turn: turn["step"])
@@ -187,14 +283,21 @@ def main() -> None:
     parser.add_argument("--cross-entropy", choices=("torch", "chunked"), default="torch")
     parser.add_argument("--without", nargs="*", default=[], help="candidates to leave out, by plan")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--whole", metavar="PLAN", help="measure the command beside a plain loop, after this plan")
+    parser.add_argument("--text", type=Path, help="of --whole: JSON lines with the key `text`")
     arguments = parser.parse_args()
-    if arguments.steps < 2:
-        parser.error("--steps: at least 2, of which the first makes the optimizer's state")
+    if arguments.steps <= BEFORE:
+        parser.error(f"--steps: more than {BEFORE}, of which the first makes the optimizer's state")
+    if (arguments.whole is None) != (arguments.text is None):
+        parser.error("--whole needs --text, and --text is for --whole")
     import surgeon
 
     if arguments.work.exists() and any(arguments.work.iterdir()):
         parser.error(f"--work {arguments.work}: not empty, and it is removed afterwards")
     arguments.work.mkdir(parents=True, exist_ok=True)
+    if arguments.whole is not None:
+        measure_whole(arguments)
+        return
     candidates = {name: kind for name, kind in CANDIDATES.items() if kind not in arguments.without}
     shape = (arguments.batch, arguments.length, arguments.steps, arguments.device, arguments.cross_entropy)
     outs: dict[str, Path] = {}
@@ -264,7 +367,9 @@ def _targets(measured: dict[str, dict[str, float]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--inner"]:
+    if sys.argv[1:3] == ["--inner", "whole"]:
+        whole(*sys.argv[3:])
+    elif sys.argv[1:2] == ["--inner"]:
         inner(*sys.argv[2:])
     else:
         main()

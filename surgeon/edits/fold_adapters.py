@@ -7,6 +7,7 @@ FFN and adapter are both W_d (σ(W_g x) ⊙ W_u x) with the same σ, so their su
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -31,7 +32,9 @@ class FoldAdapters(Operation):
     """Fold adapters without a gate into the FFN, as native width."""
 
     papers: ClassVar[tuple[Paper, ...]] = GatedAdapters.papers
-    training: ClassVar[TrainingDefaults] = GatedAdapters.training
+    training: ClassVar[TrainingDefaults] = replace(
+        GatedAdapters.training, source="those of gated_adapters, at their paper's rate", lr=2e-4
+    )
 
     op: Literal["fold_adapters"]
     multiple_of: Annotated[

@@ -88,8 +88,8 @@ class PMoEExperts(Operation):
         ),
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay",
-        lr=3e-4,
+        "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay; rate measured",
+        lr=1e-2,
         original_share=0.01,
     )
     grafts: ClassVar[tuple[str, ...]] = ("experts", "expert_router")

@@ -24,7 +24,7 @@ from surgeon.training.steps.trainer import whole_loss
 # How many documents of a source are counted, how many micro-batches are timed, and in how many seconds at the most.
 _COUNTED = 200
 _TIMED = 2
-_PATIENCE = 60.0
+_MOST_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _seconds_a_micro_batch(run: Run, model: Any, fused: FusedHead | None) -> flo
         f"one {kind}: {each:.2g} s on {run.device}, so a step of {settings.batch:,} takes about"
         f" {each * settings.batch:,.2g} s"
     )
-    if _TIMED * whole > _PATIENCE:
+    if _TIMED * whole > _MOST_SECONDS:
         return whole
     say(f"timing {_TIMED} micro-batches of {settings.micro_batch}")
     batches = iter(batches_of(run))

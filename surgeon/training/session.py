@@ -211,14 +211,15 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         model.to(args.device)
     fused = run.objective.fused_head(run, model)
     beside = [remedy.join(run, model, fused) for remedy in run.remedies]
-    run = _fitting(run, model, fused)
-    args.per_device_train_batch_size = run.settings.micro_batch
-    args.gradient_accumulation_steps = run.settings.accumulation
     if run.sharding is not None:
         for each in (model, *beside):
             if each is not None:
                 shard(each, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
+    run.objective.check_isolation(run, model)
+    run = _fitting(run, model, fused)
+    args.per_device_train_batch_size = run.settings.micro_batch
+    args.gradient_accumulation_steps = run.settings.accumulation
     trainer = SurgeonTrainer(
         model,
         args,
@@ -229,7 +230,6 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         fused=fused,
         saving=_saving(run, model),
     )
-    run.objective.check_isolation(run, model)
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
         fused.check(torch.randint(model.config.get_text_config().vocab_size, (1, settings.length), generator=drawn))

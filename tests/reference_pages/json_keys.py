@@ -11,6 +11,7 @@ from surgeon.data.recall import Recalled
 from surgeon.lab.courses.results import Continued, ContinuedRows
 from surgeon.lab.evaluation.blend import Blended
 from surgeon.lab.evaluation.results import Evaluation
+from surgeon.lab.learning.learn import Learned
 from surgeon.lab.reports.families import Families, KnownBase
 from surgeon.lab.reports.inspect import Inspection
 from surgeon.lab.reports.report import Reported
@@ -59,6 +60,7 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "preview": {"": (Preview,)},
     "apply": {"All keys of [preview](#preview), and:": (Applied,)},
     "verify": {"": (Verification,)},
+    "learn": {"": (Learned,)},
     "train": {"": (Trained,)},
     "rehearse": {"`surgeon train --dry-run`.": (Rehearsal,)},
     "recall": {"": (Recalled,)},

@@ -23,6 +23,7 @@ from surgeon import (
     Checkpoint,
     Evaluation,
     SourceScores,
+    Trained,
     Verification,
     apply,
     check_destination,
@@ -220,6 +221,10 @@ class _Learning:
         """Whether the base answers instructions, by a chat template."""
         return bool(self.base.tokenizer().chat_template)
 
+    def _within(self, length: int) -> int:
+        """Return a length in tokens that the base's context has room for."""
+        return min(length, self.base.context or length)
+
     def say(self, line: str) -> None:
         """Show a line."""
         self.listener.say(line)
@@ -230,12 +235,12 @@ class _Learning:
         tokens = max(_LEAST_RECALL, round(_RECALL * self.minutes))
         self.say(f"the base writes {tokens:,} tokens of its own, to be replayed")
         settings: dict[str, Any] = {"seed": self.seed, "once": True, **self.running}
-        recall(self.base.path, tokens=tokens, length=256, to=self.work / f"{OWN}.jsonl", **settings)
+        recall(self.base.path, tokens=tokens, length=self._within(256), to=self.work / f"{OWN}.jsonl", **settings)
         if self.chats:
             self.say("it answers shipped instructions, to be replayed too")
             prompts = str(files("surgeon.data") / "instructions.jsonl")
             answered = self.work / f"{TO_INSTRUCTIONS}.jsonl"
-            recall(self.base.path, tokens=_ANSWERS, length=128, prompts=prompts, to=answered, **settings)
+            recall(self.base.path, tokens=_ANSWERS, length=self._within(128), prompts=prompts, to=answered, **settings)
 
     def check_is_new(self) -> None:
         """Raise BadInput where the base predicts a text to learn as well as the text that it wrote itself."""
@@ -273,17 +278,19 @@ class _Learning:
             raise BadInput(
                 f"{printable(str(self.work))}: is of a call with other texts or options; give them again, or remove it"
             )
-        pilots: dict[float, Any] = {}
+        pilots: dict[float, Trained] = {}
         for rate in _WAYS[self.way][2]:
             self.say(f"a pilot of {_PILOT * self.minutes:.2g} minutes at the rate {rate:g}")
             self._write_config(rate, {"minutes": _PILOT * self.minutes, "validation_sequences": 16})
             pilot = self.work / "pilot"
             shutil.rmtree(pilot, ignore_errors=True)
-            pilots[rate] = train(grown, self.work / "train.yaml", pilot, **self.running)
+            trained = train(grown, self.work / "train.yaml", pilot, **self.running)
+            assert trained is not None, "learn is one process"
+            pilots[rate] = trained
         shutil.rmtree(pilot)
-        losses = {rate: sum(trained.losses[name][1] for name in self.texts) for rate, trained in pilots.items()}
+        losses = {rate: sum(each.losses[name][1] for name in self.texts) for rate, each in pilots.items()}
         rate = min(losses, key=lambda each: losses[each])
-        settings, speed = pilots[rate].settings, pilots[rate].tokens_per_second
+        settings, speed = pilots[rate].settings, _speed(pilots[rate])
         batch, length = settings["batch"], settings["length"]
         steps = round(_RUN * 60 * self.minutes * speed / (batch * length))
         if steps < _FEWEST_STEPS:
@@ -353,6 +360,8 @@ class _Learning:
             shutil.rmtree(run)
         else:
             run.rename(self.target)
+        # Made again by the plan, in the same bytes.
+        shutil.rmtree(self.work / "grown", ignore_errors=True)
         return share
 
     def commands(self, share: float) -> tuple[str, ...]:
@@ -362,6 +371,12 @@ class _Learning:
         trained = "grown" if grow else base
         blend = [f"surgeon blend run blended --with {base} --alpha {share:g}"] * (share < 1)
         return (*grow, f"surgeon train {trained} train.yaml run", *blend)
+
+
+def _speed(trained: Trained) -> float:
+    """Return the tokens a second of a pilot."""
+    assert trained.tokens_per_second is not None, "it has steps of its own"
+    return trained.tokens_per_second
 
 
 def learned_view(learned: Learned) -> RenderableType:
