@@ -142,10 +142,10 @@ SPELLINGS = {
     "recall.tokens": _S("tokens to write, at least: 200000, 200k, 1.5M", "N", kind=str, convert=_count),
     "recall.to": _S("file of JSON lines, for a source of `train`; with fewer tokens it is continued", "FILE"),
     "recall.prompts": _S(
-        "begin (the begin-of-text token), template (the bare chat template), or a file with a prompt a line: a"
-        " question where BASE has a template, else a beginning  [default: template where BASE has one, else begin]"
+        "begin (the begin-of-text token), template (the bare chat template), or a file with a prompt a line, to answer"
+        " by a template, else to continue  [default: template where BASE has one, else begin]"
     ),
-    "recall.temperature": _S("temperature of the draws; default: 0.7 by a chat template, else 1, as the model learned"),
+    "recall.temperature": _S("temperature of the draws; default: 0.7 by a chat template, else 1"),
     "recall.top_p": _S("draw among the likeliest tokens of this share; default: 0.9 by a chat template, else 1"),
     "recall.length": _S("longest document in tokens; default: 512"),
     "recall.once": _S(

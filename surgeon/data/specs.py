@@ -109,8 +109,8 @@ class GenerateSpec(Entry):
         Field(
             min_length=1,
             description="how documents begin. begin: begin-of-text token; template: the chat template up to the user's"
-            " first word; or a file of prompts, one per line: questions where there is a template, else beginnings;"
-            " default: template where there is one, else begin",
+            " first word; or a file, a prompt per line: answered by a template, else continued; default: template"
+            " where there is one, else begin",
         ),
     ] = None
     temperature: Annotated[
@@ -121,8 +121,8 @@ class GenerateSpec(Entry):
         Field(
             gt=0,
             le=1,
-            description="draw from the likeliest tokens that hold this share of the probability; default 0.9 by a"
-            " template, else 1",
+            description="draw from the likeliest tokens of this share of the probability; default 0.9 by a template,"
+            " else 1",
         ),
     ] = None
     length: Annotated[int | None, Field(ge=2, description="longest document in tokens; default 512")] = None
@@ -146,8 +146,8 @@ class SourceSpec(TextSpec):
     counted: Annotated[
         bool | None,
         Field(
-            description="whether cross-entropy counts its tokens; default: yes, but text that a model wrote is taught"
-            " by the teacher of `preserve` alone, where there is one for it"
+            description="whether cross-entropy counts its tokens; default: unless a model wrote it and the teacher of"
+            " `preserve` teaches on it"
         ),
     ] = None
     validation: Annotated[

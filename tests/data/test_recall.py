@@ -42,6 +42,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_tokenizer(tiny.checkpoint(tmp_path_factory.mktemp("recall") / "base", "llama", dtype="float32"))
 
 
+def interrupted(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -107,7 +111,7 @@ def test_what_is_taken_up_is_what_was_kept(base: Path, tmp_path: Path, monkeypat
     assert resumed.counts == whole.counts
 
 
-def test_more_tokens_continue_the_file(base: Path, tmp_path: Path) -> None:
+def test_more_tokens_continue_the_file(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer text begins with the shorter one, which is moved into it: no token is written for nothing."""
     whole = surgeon.recall(base, to=tmp_path / "whole.jsonl", **LONGER)
     short = surgeon.recall(base, to=tmp_path / "grown.jsonl", **SMALL)
@@ -120,6 +124,12 @@ def test_more_tokens_continue_the_file(base: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not what this model writes by these settings"):
         surgeon.recall(base, to=short.path, **LONGER)
     short.path.write_bytes(before)
+    # Killed before the text is moved, and after.
+    for home, name in ((Path, "rename"), (writing.Writer, "write")):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(home, name, interrupted)
+            surgeon.recall(base, to=short.path, **LONGER)
+        assert short.path.exists() is (name == "rename")
     grown = surgeon.recall(base, to=short.path, **LONGER)
     assert grown.resumed_at == short.counts.tokens
     assert whole.path.read_bytes() == grown.path.read_bytes() != before

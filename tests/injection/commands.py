@@ -12,7 +12,7 @@ from tests.injection.pushing import Push
 
 
 def _recall(inputs: Path, work: Path) -> None:
-    surgeon.recall(inputs / "base", tokens=200, length=16, batch=6, to=work / "memory.jsonl", device="cpu")
+    surgeon.recall(inputs / "base", tokens=500, length=16, batch=6, to=work / "memory.jsonl", device="cpu")
 
 
 def _training(name: str, of: str = "deeper") -> Callable[[Path, Path], object]:
@@ -84,7 +84,7 @@ def inputs(folder: Path) -> Path:
     source = {"name": "text", "path": "text.jsonl", "share": 1.0, "validation": 0.2}
     new = source | {"share": 0.5}
     known = {"name": "known", "share": 0.5, "role": "original", "validation": 0}
-    itself = known | {"generate": {"tokens": 100, "length": 16, "batch": 4}}
+    itself = known | {"generate": {"tokens": 250, "length": 16, "batch": 4}}
     for name, changes in {
         "train": {"sources": [source]},
         "preserve": {"preserve": {"loss": "kl"}, "sources": [new, itself]},
