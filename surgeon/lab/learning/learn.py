@@ -55,10 +55,10 @@ _WAYS: Mapping[str, tuple[str | None, str, tuple[float, float]]] = {
 _RECALLED, _ANSWERED = 0.15, 0.1
 # Shares of the minutes: for each pilot, and for the run.
 _PILOT, _RUN = 0.1, 0.45
-# Tokens that the base writes freely for each minute, and the fewest.
-_RECALL, _LEAST_RECALL = 1000, 4000
-# Tokens of answers to instructions: about a hundred answers.
-_ANSWERS = 4000
+# Tokens that the base writes freely for each minute, and the fewest; tokens of answers to instructions, about a hundred.
+_RECALL, _LEAST_RECALL, _ANSWERS = 250, 2000, 4000
+# The longest of these texts, in tokens.
+_WRITTEN = 128
 _HELD_OUT = 0.1
 _FEWEST_STEPS = 10
 _SHOWN = 10
@@ -157,6 +157,7 @@ def learn(
     read_prompts(answers)
     run = _Learning(opened, target, way, texts, minutes, seed, device, trust_remote_code, listener or Quiet())
     run.say(f"{run.work} has the plan, the training file and what is decided; the same command continues")
+    run.begin()
     run.remember()
     run.check_is_new()
     grown = run.grow()
@@ -221,9 +222,10 @@ class _Learning:
         """Whether the base answers instructions, by a chat template."""
         return bool(self.base.tokenizer().chat_template)
 
-    def _within(self, length: int) -> int:
-        """Return a length in tokens that the base's context has room for."""
-        return min(length, self.base.context or length)
+    @property
+    def _written(self) -> int:
+        """The longest text that the base writes, in tokens."""
+        return min(_WRITTEN, self.base.context or _WRITTEN)
 
     def say(self, line: str) -> None:
         """Show a line."""
@@ -231,16 +233,15 @@ class _Learning:
 
     def remember(self) -> None:
         """Have the base write text of its own, and answers to shipped instructions where it has a chat template."""
-        self.work.mkdir(exist_ok=True)
         tokens = max(_LEAST_RECALL, round(_RECALL * self.minutes))
         self.say(f"the base writes {tokens:,} tokens of its own, to be replayed")
         settings: dict[str, Any] = {"seed": self.seed, "once": True, **self.running}
-        recall(self.base.path, tokens=tokens, length=self._within(256), to=self.work / f"{OWN}.jsonl", **settings)
+        recall(self.base.path, tokens=tokens, length=self._written, to=self.work / f"{OWN}.jsonl", **settings)
         if self.chats:
             self.say("it answers shipped instructions, to be replayed too")
             prompts = str(files("surgeon.data") / "instructions.jsonl")
             answered = self.work / f"{TO_INSTRUCTIONS}.jsonl"
-            recall(self.base.path, tokens=_ANSWERS, length=self._within(128), prompts=prompts, to=answered, **settings)
+            recall(self.base.path, tokens=_ANSWERS, length=self._written, prompts=prompts, to=answered, **settings)
 
     def check_is_new(self) -> None:
         """Raise BadInput where the base predicts a text to learn as well as the text that it wrote itself."""
@@ -269,15 +270,9 @@ class _Learning:
 
     def decide(self, grown: Path) -> dict[str, Any]:
         """Choose rate, steps, batch and length by two pilots; write them, and the training file, to the work folder."""
-        file = self.work / _DECIDED
-        asked = {"way": self.way, "minutes": self.minutes, "seed": self.seed, "texts": dict(self.texts)}
-        if file.exists():
-            decided: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            if decided["asked"] == asked:
-                return decided
-            raise BadInput(
-                f"{printable(str(self.work))}: is of a call with other texts or options; give them again, or remove it"
-            )
+        decided = self._recorded()
+        if "steps" in decided:
+            return decided
         pilots: dict[float, Trained] = {}
         for rate in _WAYS[self.way][2]:
             self.say(f"a pilot of {_PILOT * self.minutes:.2g} minutes at the rate {rate:g}")
@@ -299,15 +294,33 @@ class _Learning:
                 f"--minutes {self.minutes:g}: has time for {steps} steps of {batch} × {length} tokens here, from which"
                 f" little is learned; give about {needed:.2g}"
             )
-        decided = {
-            "asked": asked,
-            "rate": rate,
-            "pilots": {f"{each:g}": loss for each, loss in losses.items()},
-            "steps": steps,
-        }
+        decided |= {"rate": rate, "pilots": {f"{each:g}": loss for each, loss in losses.items()}, "steps": steps}
         self._write_config(rate, {"steps": steps, "batch": batch, "length": length})
-        write_durably(file, json.dumps(decided, indent=2) + "\n")
+        self._record(decided)
         return decided
+
+    def begin(self) -> None:
+        """Begin or continue in the work folder. Raises BadInput where it is of a call with other texts or options."""
+        asked = {"way": self.way, "minutes": self.minutes, "seed": self.seed, "texts": dict(self.texts)}
+        if not self.work.exists():
+            self.work.mkdir()
+            self._record({"asked": asked})
+        if self._recorded().get("asked") != asked:
+            raise BadInput(
+                f"{printable(str(self.work))}: is of a call with other texts or options; give them again, or remove it"
+            )
+
+    def _recorded(self) -> dict[str, Any]:
+        """Return what was asked and decided; empty where the work folder has no record of that."""
+        try:
+            found = json.loads((self.work / _DECIDED).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _record(self, decided: Mapping[str, Any]) -> None:
+        """Write what was asked and decided."""
+        write_durably(self.work / _DECIDED, json.dumps(decided, indent=2) + "\n")
 
     def _write_config(self, rate: float, length: Mapping[str, Any]) -> None:
         """Write the training file; `length` has the keys of how long it trains."""

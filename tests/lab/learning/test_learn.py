@@ -44,9 +44,13 @@ def learned(base: Path, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", ["layers", "most", "exact"])
-def test_by_hand_the_same_bytes_and_back(base: Path, way: str) -> None:
+def test_by_hand_the_same_bytes_and_back(base: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands that it names make the model again; it learned; reverted it is the base."""
     folder = base.parent
+    if way == "exact":
+        # A base of random weights writes anything, so no gate can tell new text from its own, and neither is known.
+        monkeypatch.setattr(module, "recall", lambda *_, to, **__: corpus(to, seed=2, count=50))
+        monkeypatch.setattr(module._Learning, "check_is_new", lambda _: None)
     found = learned(base, **({way: True} if way != "layers" else {}))
     assert found.way == way and found.verification.holds
     check_json(found)
@@ -60,10 +64,11 @@ def test_by_hand_the_same_bytes_and_back(base: Path, way: str) -> None:
         subprocess.run([*warm(), "-m", *command.split()], cwd=found.work, check=True, capture_output=True, timeout=300)
     by_hand = found.work / ("blended" if found.share < 1 else "run")
     assert digests(by_hand) == digests(folder / "run")
-    console = Console(width=100)
+    console = Console(width=240)
     with console.capture() as shown:
         console.print(learned_view(found))
-    assert "12 answers" in shown.get() and "by hand" in shown.get() and "is complete" in shown.get()
+    told = " ".join(shown.get().split())
+    assert "KL a token" in told and "by hand" in told and "what it promises of the base holds" in told
 
 
 def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +96,8 @@ def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.Monke
 def test_text_that_the_base_knows_is_refused(base: Path) -> None:
     """Its own text, above all."""
     folder = base.parent
-    surgeon.recall(base, tokens=400, to=folder / "own.jsonl", temperature=0.1, seed=5, device="cpu")
-    shutil.move(folder / "own.jsonl", folder / "new.jsonl")
+    (folder / "new.jsonl").unlink()
+    surgeon.recall(base, tokens=400, length=128, to=folder / "new.jsonl", device="cpu")
     with pytest.raises(BadInput, match="bits a byte, no more than text of its own"):
         learned(base)
     assert not (folder / "run").exists()
