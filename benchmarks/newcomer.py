@@ -1,14 +1,12 @@
-"""The tutorials, carried out: the wheel in a clean environment, outside the tree, and nothing but commands.
+"""The first hour, carried out: the wheel in a clean environment, outside the tree, and nothing but commands.
 
-    python -m benchmarks.newcomer first-hour --work DIR [--borrow]
-    python -m benchmarks.newcomer a-real-base --work DIR [--borrow] --base DIR --new FILE --original FILE
+    python -m benchmarks.newcomer --work DIR [--borrow]
 
-Builds the wheel, makes an environment in DIR (which must not exist), and runs the commands of a tutorial
+Builds the wheel, makes an environment in DIR (which must not exist), and runs the commands of the tutorial
 (benchmarks/walks/) as a user would, at 80 columns. A command that is refused must name the words that its correction
-uses; every other must succeed. The transcript becomes docs/tutorial/first-hour.md or a-real-base.md. The environment
-gets the versions of constraints.txt. `--borrow` lends it the packages of this one, surgeon excepted, where torch shall
-not be installed again. The Hub is the stand-in of the tests. `a-real-base` takes a small trained base, new text and
-text that the base knows, as JSON lines: it trains the small base in place of the real one.
+uses; every other must succeed. The transcript becomes docs/tutorial/first-hour.md. The environment gets the versions of
+constraints.txt. `--borrow` lends it the packages of this one, surgeon excepted, where torch shall not be installed
+again. The Hub is the stand-in of the tests.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.measuring import machine
-from benchmarks.walks import a_real_base, first_hour
+from benchmarks.walks import first_hour
 from benchmarks.walks.walk import COLUMNS, Desk, Ran, carry_out, processor_seconds, sections
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,35 +116,6 @@ def walk_first_hour(work: Path, programs: Path, setup: list[tuple[str, float]], 
     return "\n".join([first_hour.INTRODUCTION, *sections(rans, {}), *times(setup, rans, borrowed=borrowed)])
 
 
-def walk_a_real_base(work: Path, programs: Path, given: argparse.Namespace) -> str:
-    """Carry out the tutorial on a real base, at its sizes and on a small one; its page."""
-    environ = environment_of_a_user(work, programs)
-    real = work / "real"
-    python = str(programs / "python")
-    made = [python, "-c", a_real_base.BASE, str(given.base), str(real)]
-    subprocess.run(made, env=environ, check=True, capture_output=True)
-    desks, hidden = {}, {str(work): "~"}
-    with (
-        stand_in(a_real_base.PUSHED, {a_real_base.NAME: real}) as sizes,
-        stand_in(a_real_base.PUSHED, {a_real_base.NAME: given.base}) as losses,
-    ):
-        for name, endpoint in (("sizes", sizes), ("losses", losses)):
-            folder = work / name
-            folder.mkdir()
-            a_real_base.prepare(folder, given.new, given.original)
-            of_its_own = {"HF_HOME": str(work / f"hub-{name}"), "HF_ENDPOINT": endpoint}
-            desks[name] = Desk(folder, environ | of_its_own)
-            hidden = {endpoint: "http://127.0.0.1:PORT", str(folder): "~"} | hidden
-        # Sizes do not depend on what the text says; a base of random weights writes none.
-        shutil.copyfile(given.original, work / "sizes" / "memory.jsonl")
-        rans = carry_out(a_real_base.STEPS, desks, hidden)
-    threads = os.environ.get("OMP_NUM_THREADS")
-    used = f"{machine()}, no GPU" + (f", {threads} thread{'s' * (threads != '1')}" if threads else "")
-    return "\n".join(
-        [a_real_base.INTRODUCTION.replace("MACHINE", used), *sections(rans, a_real_base.LABELS), a_real_base.END]
-    )
-
-
 def times(setup: list[tuple[str, float]], rans: list[Ran], *, borrowed: bool) -> Iterator[str]:
     """The table of seconds."""
     yield from (
@@ -166,19 +134,13 @@ def times(setup: list[tuple[str, float]], rans: list[Ran], *, borrowed: bool) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The tutorials, carried out.")
-    parser.add_argument("page", choices=["first-hour", "a-real-base"], help="the tutorial to carry out")
+    parser = argparse.ArgumentParser(description="The first hour, carried out.")
     parser.add_argument("--work", type=Path, required=True, help="new folder, outside the tree")
     parser.add_argument("--borrow", action="store_true", help="use the packages installed here, surgeon excepted")
-    parser.add_argument("--base", type=Path, help="a small trained base, for a-real-base")
-    parser.add_argument("--new", type=Path, help="text that it learns, JSON lines")
-    parser.add_argument("--original", type=Path, help="text that it knows, JSON lines")
     given = parser.parse_args()
     work = given.work.resolve()
     if work.exists() or work.is_relative_to(ROOT):
         raise SystemExit(f"{work}: give a folder that is not there yet, outside the source tree")
-    if given.page == "a-real-base" and not (given.base and given.new and given.original):
-        raise SystemExit("a-real-base needs --base, --new and --original")
     work.mkdir(parents=True)
     began = processor_seconds()
     wheel = build_wheel(work)
@@ -190,11 +152,8 @@ def main() -> None:
     found = subprocess.check_output(command, cwd=work, env=environment_of_a_user(work, programs), text=True).strip()
     if not Path(found).is_relative_to(work):
         raise SystemExit(f"surgeon is not the wheel's: {found}")
-    if given.page == "first-hour":
-        text = walk_first_hour(work, programs, setup, borrowed=given.borrow)
-    else:
-        text = walk_a_real_base(work, programs, given)
-    page = PAGES / f"{given.page}.md"
+    text = walk_first_hour(work, programs, setup, borrowed=given.borrow)
+    page = PAGES / first_hour.PAGE
     page.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
     print(page)
 

@@ -20,7 +20,7 @@ Three mistakes on the way show what a refusal looks like.
 The base is a Llama of eight layers that has read short stories about coloured things.
 It shall learn to answer questions about colours.
 So small a model shows the steps, not what a method is worth.
-`python -m benchmarks.newcomer first-hour --work DIR` made the base, ran these commands and wrote this page.
+`python -m benchmarks.newcomer --work DIR` made the base, ran these commands and wrote this page.
 "…" marks output that is left out.
 
 ## Install

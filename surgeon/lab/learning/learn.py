@@ -55,12 +55,14 @@ _WAYS: Mapping[str, tuple[str | None, str, tuple[float, float]]] = {
 _RECALLED, _ANSWERED = 0.15, 0.1
 # Shares of the minutes: for each pilot, and for the run.
 _PILOT, _RUN = 0.1, 0.45
-# Tokens that the base writes freely for each minute, and the fewest; tokens of answers to instructions, about a hundred.
+# Tokens that the base writes freely for each minute, and the fewest; tokens of its answers to instructions (about 100).
 _RECALL, _LEAST_RECALL, _ANSWERS = 250, 2000, 4000
 # The longest of these texts, in tokens.
 _WRITTEN = 128
 _HELD_OUT = 0.1
 _FEWEST_STEPS = 10
+# How much held-out text models are measured on.
+_MEASURED: Mapping[str, Any] = {"most": 16, "length": 256}
 _SHOWN = 10
 _LONGEST_SHOWN = 160
 NEW, OWN, TO_INSTRUCTIONS = "new", "own", "answers"
@@ -163,7 +165,7 @@ def learn(
     grown = run.grow()
     decided = run.decide(grown)
     share = run.train(grown, decided)
-    measured = evaluate([opened, target], run.work / "train.yaml", answers=answers, kl=True, most=64, **run.running)
+    measured = evaluate([opened, target], run.work / "train.yaml", answers=answers, **_MEASURED, **run.running)
     return Learned(
         path=target,
         work=run.work,
@@ -245,9 +247,8 @@ class _Learning:
 
     def check_is_new(self) -> None:
         """Raise BadInput where the base predicts a text to learn as well as the text that it wrote itself."""
-        found = evaluate(
-            self.base, {**self.texts, OWN: str(self.work / f"{OWN}.jsonl")}, most=16, length=256, **self.running
-        )
+        written = {OWN: str(self.work / f"{OWN}.jsonl")}
+        found = evaluate(self.base, {**self.texts, **written}, **_MEASURED, **self.running)
         bits = {cell.source: cell.bits_per_byte.value for cell in found.models[0].sources}
         for name in self.texts:
             self.say(f"{name}: costs the base {bits[name]:.2f} bits a byte, its own text {bits[OWN]:.2f}")
