@@ -40,6 +40,7 @@ from surgeon import (
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.places import meant, named
+from surgeon.common.signed import read_signed, write_signed
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
@@ -54,7 +55,7 @@ _WAYS: Mapping[str, tuple[str | None, str, tuple[float, float]]] = {
 # The shares of a run's tokens that the base wrote: freely, and in answer to the shipped instructions.
 _RECALLED, _ANSWERED = 0.15, 0.1
 # Shares of the minutes: for each pilot, and for the run.
-_PILOT, _RUN = 0.1, 0.45
+_PILOT, _RUN = 0.1, 0.4
 # Tokens that the base writes freely for each minute, and the fewest; tokens of its answers to instructions (about 100).
 _RECALL, _LEAST_RECALL, _ANSWERS = 250, 2000, 4000
 # The longest of these texts, in tokens.
@@ -66,7 +67,7 @@ _MEASURED: Mapping[str, Any] = {"most": 16, "length": 256}
 _SHOWN = 10
 _LONGEST_SHOWN = 160
 NEW, OWN, TO_INSTRUCTIONS = "new", "own", "answers"
-_DECIDED = "decided.json"
+_DECIDED, _RECORD = "decided.json", "learn.record"
 
 
 @dataclass(frozen=True)
@@ -275,33 +276,38 @@ class _Learning:
         if "steps" in decided:
             return decided
         pilots: dict[float, Trained] = {}
+        length: dict[str, Any] = {"minutes": _PILOT * self.minutes}
         for rate in _WAYS[self.way][2]:
             self.say(f"a pilot of {_PILOT * self.minutes:.2g} minutes at the rate {rate:g}")
-            self._write_config(rate, {"minutes": _PILOT * self.minutes, "validation_sequences": 16})
+            self._write_config(rate, {**length, "validation_sequences": 16})
             pilot = self.work / "pilot"
             shutil.rmtree(pilot, ignore_errors=True)
             trained = train(grown, self.work / "train.yaml", pilot, **self.running)
             assert trained is not None, "learn is one process"
             pilots[rate] = trained
+            # All pilots have the steps of the first.
+            length = {key: trained.settings[key] for key in ("steps", "batch", "length")}
         shutil.rmtree(pilot)
         losses = {rate: sum(each.losses[name][1] for name in self.texts) for rate, each in pilots.items()}
         rate = min(losses, key=lambda each: losses[each])
-        settings, speed = pilots[rate].settings, _speed(pilots[rate])
-        batch, length = settings["batch"], settings["length"]
-        steps = round(_RUN * 60 * self.minutes * speed / (batch * length))
+        a_step = length["batch"] * length["length"]
+        steps = round(_RUN * 60 * self.minutes * _speed(pilots[rate]) / a_step)
         if steps < _FEWEST_STEPS:
             needed = self.minutes * _FEWEST_STEPS / max(steps, 1)
             raise BadInput(
-                f"--minutes {self.minutes:g}: has time for {steps} steps of {batch} × {length} tokens here, from which"
-                f" little is learned; give about {needed:.2g}"
+                f"--minutes {self.minutes:g}: has time for {steps} steps of {a_step:,} tokens here,"
+                f" from which little is learned; give about {needed:.2g}"
             )
         decided |= {"rate": rate, "pilots": {f"{each:g}": loss for each, loss in losses.items()}, "steps": steps}
-        self._write_config(rate, {"steps": steps, "batch": batch, "length": length})
+        self._write_config(rate, {**length, "steps": steps})
         self._record(decided)
         return decided
 
     def begin(self) -> None:
-        """Begin or continue in the work folder. Raises BadInput where it is of a call with other texts or options."""
+        """Begin or continue in the work folder.
+
+        Raises BadInput where it is of a call with other texts or options, or where this user did not begin it here.
+        """
         asked = {"way": self.way, "minutes": self.minutes, "seed": self.seed, "texts": dict(self.texts)}
         if not self.work.exists():
             self.work.mkdir()
@@ -312,16 +318,23 @@ class _Learning:
             )
 
     def _recorded(self) -> dict[str, Any]:
-        """Return what was asked and decided; empty where the work folder has no record of that."""
+        """Return what was asked and decided. Raises BadInput where this user did not record it in this place."""
         try:
-            found = json.loads((self.work / _DECIDED).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            found = read_signed(self.work / _RECORD)
+        except ValueError:
+            found = None
+        if found is None or not found.here:
+            raise BadInput(
+                f"{printable(str(self.work))}: was not begun by this user in this place, so nothing in it is trusted;"
+                " remove it"
+            )
+        recorded: dict[str, Any] = found.data
+        return recorded
 
     def _record(self, decided: Mapping[str, Any]) -> None:
-        """Write what was asked and decided."""
+        """Write what was asked and decided: signed, and for people to read."""
         write_durably(self.work / _DECIDED, json.dumps(decided, indent=2) + "\n")
+        write_signed(self.work / _RECORD, decided)
 
     def _write_config(self, rate: float, length: Mapping[str, Any]) -> None:
         """Write the training file; `length` has the keys of how long it trains."""

@@ -30,7 +30,7 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny chat model, a text beside it, little to recall, and 42 steps on any machine."""
-    monkeypatch.setattr(module, "_speed", lambda _trained: 8000.0)
+    monkeypatch.setattr(module, "_speed", lambda _trained: 9000.0)
     monkeypatch.setattr(module, "_LEAST_RECALL", 400)
     monkeypatch.setattr(module, "_ANSWERS", 200)
     corpus(tmp_path / "new.jsonl", seed=1, first=50, count=50)
@@ -86,6 +86,12 @@ def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.Monke
     assert not (base.parent / "run").exists()
     with pytest.raises(BadInput, match=r"run-learn: is of a call with other texts or options; give them again"):
         learned(base, seed=1)
+    moved = work.rename(base.parent / "elsewhere")
+    shutil.copytree(moved, work)
+    with pytest.raises(BadInput, match=r"run-learn: was not begun by this user in this place, so nothing in it is"):
+        learned(base)
+    shutil.rmtree(work)
+    moved.rename(work)
     monkeypatch.setattr(module, "train", killed)
     monkeypatch.setattr(module, "share_by_answers", lambda *_, **__: 1.0)
     found = learned(base)
@@ -110,7 +116,7 @@ def test_refusals(base: Path) -> None:
         ({"minutes": 0}, "--minutes 0: must be more than 0"),
         ({"minutes": float("nan")}, "--minutes nan: must be more than 0"),
         ({"answers": folder / "none.txt"}, "none.txt"),
-        ({"minutes": 0.01}, "has time for 4 steps of 4 × 128 tokens here, from which little is learned; give about"),
+        ({"minutes": 0.01}, "has time for 4 steps of 512 tokens here, from which little is learned; give about"),
     ):
         with pytest.raises(BadInput, match=told):
             learned(base, **given)
