@@ -23,6 +23,7 @@ from surgeon._version import __version__
 from surgeon.common import devices
 from surgeon.common.cache import cache_folder, digest_of, read_entry, write_entry
 from surgeon.common.files import read_given
+from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.places import meant
 from surgeon.common.tables import FittedTable
@@ -120,16 +121,9 @@ class KeptAnswers:
             `prefix`, `same`: shares of an answer before the first difference, and of answers that are the base's
             `right`, `right_of_base`: shares of answers with an expected string, or null
         """
-        right = self.right
-        return {
-            "prompts": len(self.prompts),
-            "silent": self.silent,
-            "kl": _as_data(self.kl),
-            "prefix": _as_data(self.prefix),
-            "same": _as_data(self.same),
-            "right": _as_data(right and right[1]),
-            "right_of_base": _as_data(right and right[0]),
-        }
+        of_base, own = self.right or (None, None)
+        found = {"kl": self.kl, "prefix": self.prefix, "same": self.same, "right": own, "right_of_base": of_base}
+        return {"prompts": len(self.prompts), "silent": self.silent, **plain(found)}
 
 
 def kept_table(kept: Sequence[tuple[str, KeptAnswers]]) -> RenderableType:
@@ -172,14 +166,6 @@ def _prefix(base: Answer, own: Answer) -> float:
 def _is_right(text: str, expected: Sequence[str]) -> bool:
     """Return whether an answer contains one of the expected strings, whatever their case."""
     return any(each.casefold() in text.casefold() for each in expected)
-
-
-def _as_data(found: Ratio | None) -> dict[str, float | None] | None:
-    """Return a mean and the ends of its interval as plain data."""
-    if found is None:
-        return None
-    low, high = found.interval or (None, None)
-    return {"value": found.value, "low": low, "high": high}
 
 
 def read_prompts(given: str | Path) -> Prompts:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.common.json_results import plain
 from surgeon.data.packing import PackedSequence
 
 # Confidence level of all intervals.
@@ -27,6 +28,11 @@ class Ratio:
         """Return the ratio with an increasing function applied to the value and to both ends of the interval."""
         ends = None if self.interval is None else (function(self.interval[0]), function(self.interval[1]))
         return Ratio(function(self.value), ends)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `value`, and `low` and `high`, the ends of the interval; NaN and infinity are written as strings."""
+        low, high = self.interval or (None, None)
+        return {"value": plain(self.value), "low": plain(low), "high": plain(high)}
 
 
 def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> Ratio:

@@ -59,18 +59,10 @@ class Cell(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields but `source` as plain data."""
-        return {_KEYS.get(key, key): _as_data(value) for key, value in vars(self).items() if key != "source"}
+        return {_KEYS.get(key, key): plain(value) for key, value in vars(self).items() if key != "source"}
 
 
 CellT = TypeVar("CellT", bound=Cell)
-
-
-def _as_data(found: Any) -> Any:
-    """Return a value as plain data; a ratio becomes its value and the ends of its interval."""
-    if not isinstance(found, Ratio):
-        return plain(found)
-    low, high = found.interval or (None, None)
-    return plain({"value": found.value, "low": low, "high": high})
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from surgeon import (
     Verification,
     apply,
     check_destination,
+    encode_prompts,
     evaluate,
     open_checkpoint,
     open_texts,
@@ -157,7 +158,7 @@ def learn(
     check_destination(target, opened.path)
     texts = _texts(new)
     open_texts(texts)
-    read_prompts(answers)
+    encode_prompts(read_prompts(answers).prompts, opened)
     run = _Learning(opened, target, way, texts, minutes, seed, device, trust_remote_code, listener or Quiet())
     run.say(f"{run.work} has the plan, the training file and what is decided; the same command continues")
     run.begin()
@@ -308,13 +309,15 @@ class _Learning:
 
         Raises BadInput where it is of a call with other texts or options, or where this user did not begin it here.
         """
-        asked = {"way": self.way, "minutes": self.minutes, "seed": self.seed, "texts": dict(self.texts)}
+        base = str(self.base.path.resolve())
+        asked = {"base": base, "way": self.way, "minutes": self.minutes, "seed": self.seed, "texts": {**self.texts}}
         if not self.work.exists():
             self.work.mkdir()
             self._record({"asked": asked})
         if self._recorded().get("asked") != asked:
             raise BadInput(
-                f"{printable(str(self.work))}: is of a call with other texts or options; give them again, or remove it"
+                f"{printable(str(self.work))}: is of a call with another base, other texts or options; give the same"
+                " again, or remove it"
             )
 
     def _recorded(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
+from surgeon.lab.evaluation import blend as module
 from surgeon.lab.evaluation.blend import blended_view
 from surgeon.models.load import load_model
 from surgeon.training.remedies import blend as blending
@@ -130,3 +131,26 @@ def test_what_has_no_way_back_is_refused(made: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"steps": 1, "optimizer": {"lr": 1e-3, "warmup": 0}, "validation_sequences": 1}
     surgeon.train(tmp_path / "out", config(made, **settings), tmp_path / "run", device="cpu")
     assert "grew in the run and was neither silent nor a copy at birth" in refusal(tmp_path / "run")
+
+
+def test_without_a_share_answers_choose_it(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest one whose KL on the base's answers is small enough; by the shipped instructions, of which some."""
+    whole = module._some()
+    assert len(whole.prompts) == 40 and not {*whole.prompts} & {*surgeon.read_prompts("shipped").prompts}
+    asked = surgeon.Prompts("asked", ("w1 w2", "w60", "w7 w8 w9", "w51 w52"), ((),) * 4)
+    monkeypatch.setattr(module, "_some", lambda: asked)
+    base, apart = surgeon.open_checkpoint(made / "base"), {}
+    for share in (1.0, 0.75, 0.5):
+        surgeon.write_blend(made / "full", tmp_path / f"{share}", base=made / "base", alpha=share)
+        (kept,) = surgeon.kept_answers(base, [surgeon.open_checkpoint(tmp_path / f"{share}")], asked, device="cpu")
+        assert kept.kl is not None
+        apart[share] = kept.kl.value
+    assert apart[1.0] > apart[0.75] > apart[0.5] > 0
+    limits = {1.0: apart[1.0], 0.75: apart[0.75], 0.5: apart[0.5], 0.25: apart[0.5] / 2}
+    for share, limit in limits.items():
+        monkeypatch.setattr(module, "MOST_KL", limit * 1.001)
+        assert surgeon.share_by_answers(made / "full", made / "base", device="cpu") == share
+    found = surgeon.blend(made / "full", tmp_path / "chosen", base=made / "base", device="cpu")
+    assert found.written.alpha == 0.25
+    with pytest.raises(BadInput, match=r"alpha_top is 0\.5, and there is no alpha; give both, or neither"):
+        surgeon.blend(made / "full", tmp_path / "other", base=made / "base", alpha_top=0.5)

@@ -84,7 +84,7 @@ def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.Monke
     decided = json.loads((work / "decided.json").read_text())
     before = digests(work / "run")
     assert not (base.parent / "run").exists()
-    with pytest.raises(BadInput, match=r"run-learn: is of a call with other texts or options; give them again"):
+    with pytest.raises(BadInput, match=r"run-learn: is of a call with another base, other texts or options; give the same"):
         learned(base, seed=1)
     moved = work.rename(base.parent / "elsewhere")
     shutil.copytree(moved, work)
@@ -121,6 +121,10 @@ def test_refusals(base: Path) -> None:
         with pytest.raises(BadInput, match=told):
             learned(base, **given)
         shutil.rmtree(folder / "run-learn", ignore_errors=True)
+    (folder / "long.txt").write_text("w1 " * 200)
+    with pytest.raises(BadInput, match="has no room for an answer"):
+        learned(base, answers=folder / "long.txt")
+    assert not (folder / "run-learn").exists()
     with pytest.raises(BadInput, match="nothing to learn"):
         surgeon.learn(base, new=[], to=folder / "run")
     with pytest.raises(BadInput, match=r"missing\.txt"):
