@@ -84,7 +84,7 @@ def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.Monke
     decided = json.loads((work / "decided.json").read_text())
     before = digests(work / "run")
     assert not (base.parent / "run").exists()
-    with pytest.raises(BadInput, match=r"run-learn: is of a call with another base, other texts or options; give the same"):
+    with pytest.raises(BadInput, match=r"run-learn: is of a call with another base, other texts or options"):
         learned(base, seed=1)
     moved = work.rename(base.parent / "elsewhere")
     shutil.copytree(moved, work)
