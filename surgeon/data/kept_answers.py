@@ -211,10 +211,10 @@ def _row(line: str, where: str) -> tuple[str, tuple[str, ...]]:
         raise BadInput(f'{where}: no JSON object; write {{"prompt": "…"}}, or give a text file with a prompt a line')
     prompt, expected = row.get("prompt"), row.get("expected", [])
     if not isinstance(prompt, str) or not prompt.strip():
-        raise BadInput(f"{where}: `prompt` is missing or no text")
+        raise BadInput(f"{where}: `prompt` is missing or no text; give one")
     strings = [expected] if isinstance(expected, str) else expected
     if not isinstance(strings, list) or not all(isinstance(each, str) and each for each in strings):
-        raise BadInput(f"{where}: `expected` is neither a text nor a list of texts")
+        raise BadInput(f"{where}: `expected` is neither a text nor a list of texts; use one of them")
     return prompt, tuple(strings)
 
 

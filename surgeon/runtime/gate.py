@@ -16,11 +16,11 @@ where the score is more than `closes` below the threshold.
 Without `closes` the gate stays open to the end of the document, because later tokens attend to keys and values that
 contain what was added.
 
-`turns`: in a chat, the turns of the user decide, each for the answer after it; the text before the first one is read as
-a document. The gate is closed within the turn. It is open for the answer if Σ e over the turn is above
+`turns`: in a chat, the turns of the user decide, each for the answer after it; the text before the first one is read
+as a document. The gate is closed within the turn. It is open for the answer if Σ e over the turn is above
 `turn_threshold`, and d, which begins at zero with the turn, has not passed `closes` within it: the turn has new text,
-and no stretch of original text. The evidence of answers counts for nothing. Turns are found by token ids (`marks`), so
-with `inputs_embeds` alone a chat is read as a document.
+and no stretch of original text. The evidence of answers counts for nothing. Turns are found by token ids (`marks`),
+so with `inputs_embeds` alone a chat is read as a document.
 
 Where the gate is closed, `torch.where` replaces the output of each switched module by the base's value, so that no
 rounding lets an addition through. A token has the base's logits, bit for bit, if the gate is closed for this token

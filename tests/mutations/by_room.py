@@ -306,6 +306,13 @@ MISTAKES = (
         "column_sum_M = torch.zeros_like(v_M)",
     ),
     _mistake(
+        "lab/learning",
+        "text that the base predicts as well as its own is learned",
+        "learn.py",
+        "if bits[name] <= bits[OWN]:",
+        "if bits[name] < bits[OWN]:",
+    ),
+    _mistake(
         "transport",
         "the entropy has the other sign",
         "sinkhorn.py",

@@ -44,7 +44,7 @@ def test_an_operation_says_what_the_house_asks_of_it(op: str) -> None:
         assert paper.arxiv or paper.venue
         assert paper.bibtex.startswith("@") and paper.bibtex.count("{") == paper.bibtex.count("}")
     training = operation.training
-    assert training.source and 0 < training.lr < 1e-2 and training.min_lr <= training.lr
+    assert training.source and 0 < training.lr <= 1e-2 and training.min_lr <= training.lr
     assert shipped_with(op), f"no plan in plans/ uses {op}"
 
 

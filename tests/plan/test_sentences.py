@@ -199,7 +199,7 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         f"epochs: 1\n{TRAIN}  - {{name: a, path: a.txt, share: 1}}\n",
         1,
         "",
-        "give `steps`, or `epochs` or `bytes` from which they are computed, and no two of them",
+        "give `steps`, or `epochs`, `bytes` or `minutes` from which they are computed, and no two of them",
     ),
     (
         load_config,
@@ -266,10 +266,10 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
     ),
     (
         load_config,
-        f"{TRAIN}  - {{name: a, share: 1, generate: {{tokens: 100, prompts: template}}}}\n",
+        f"{TRAIN}  - {{name: a, share: 1, kind: text, generate: {{tokens: 100, prompts: template}}}}\n",
         4,
         "sources[0] (a): ",
-        "`prompts: template` makes chats (`kind: chat`), all else texts; change one of them",
+        "`prompts: template` makes chats (`kind: chat`), `begin` texts; change one of them",
     ),
     (
         load_config,

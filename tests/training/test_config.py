@@ -323,4 +323,5 @@ def test_prompts_that_are_none_are_refused_before_anything_runs(tmp_path: Path) 
     text = SMALLEST.replace("path: fr.jsonl", "generate: {tokens: 99, prompts: rows.json}")
     loaded = written(tmp_path, text)
     ((key, why),) = check_source(loaded.config.sources[0], loaded)
-    assert (key, why) == ("generate", f"source fr: {tmp_path}/rows.json: JSON; beginnings are plain text, one a line")
+    said = "JSON without a text `prompt` in each line; write one prompt a line, as plain text or as"
+    assert (key, why) == ("generate", f'source fr: {tmp_path}/rows.json: {said} {{"prompt": …}}')

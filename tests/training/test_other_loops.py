@@ -408,7 +408,7 @@ def test_trl_as_it_is_drops_the_auxiliary_losses_and_the_model_says_so(by_trl: T
 def check_gated(out: Path, saved: Path, new: set[str], trained: list[str], dtype: torch.dtype) -> None:
     """All that a gate switches has moved, the gate and the base are what they were, under their names."""
     fitted = {name for name in new if ".domain_gate." in name}
-    assert len(fitted) == 5 and set(trained) == new - fitted
+    assert len(fitted) == 7 and set(trained) == new - fitted
     check_saved(out, saved, new - fitted, dtype)
 
 

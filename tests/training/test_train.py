@@ -420,27 +420,23 @@ def test_killed_while_it_publishes(cut_off: Path, tmp_path: Path) -> None:
         surgeon.train(*given, device="cpu")
 
 
-@pytest.mark.parametrize("keep", ["last", "best"])
-def test_answers_are_measured_on_what_is_published(tmp_path: Path, keep: str) -> None:
-    """They are in the result, the manifest and the card; the step that is published is the step that is asked."""
+def test_answers_are_measured_on_what_is_published(tmp_path: Path) -> None:
+    """They are in the result, the manifest and the card."""
     out = grown(tmp_path)
     (tmp_path / "prompts.txt").write_text("w1 w2\nw51\nw60 w61 w62\n")
-    best = {"keep_best": "en", "optimizer": {"lr": 1.0, "warmup": 0}, "evaluate_every": 1} if keep == "best" else {}
-    given = config(tmp_path, answers="prompts.txt", steps=3, save_every=1, **best)
-    trained = surgeon.train(out, given, tmp_path / "run", device="cpu")
+    trained = surgeon.train(out, config(tmp_path, answers="prompts.txt", steps=3), tmp_path / "run", device="cpu")
     assert trained is not None and trained.answers is not None
-    assert (trained.published_step < 3) is (keep == "best")
     opened = [surgeon.open_checkpoint(tmp_path / name) for name in ("out", "run")]
-    (found,) = surgeon.kept_answers(opened[0], opened[1:], surgeon.read_prompts(tmp_path / "prompts.txt"), device="cpu")
-    told = found.to_json()
+    prompts = surgeon.read_prompts(tmp_path / "prompts.txt")
+    (found,) = surgeon.kept_answers(opened[0], opened[1:], prompts, device="cpu")
+    said = found.to_json()
     check_json(trained)
-    assert trained.to_json()["answers"] == told and told["kl"]["value"] > 0
+    assert trained.to_json()["answers"] == said and said["kl"]["value"] > 0
     manifest = json.loads((tmp_path / "run" / "surgery.json").read_text())
-    assert manifest["training"][0]["answers"] == told
-    assert f"answers to 3 prompts, beside those before the run: KL {told['kl']['value']:.4f} nats a token" in (
-        (tmp_path / "run" / "README.md").read_text()
-    )
-    assert surgeon.verify(tmp_path / "base", tmp_path / "run", static=True).passed
+    assert manifest["training"][0]["answers"] == said
+    line = f"answers to 3 prompts, beside those before the run: KL {said['kl']['value']:.4f} nats a token"
+    assert line in (tmp_path / "run" / "README.md").read_text()
+    assert surgeon.verify(tmp_path / "base", tmp_path / "run", logits=False).holds
 
 
 def test_prompts_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

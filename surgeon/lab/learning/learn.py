@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Group, RenderableType
@@ -23,7 +23,6 @@ from surgeon import (
     Checkpoint,
     Evaluation,
     SourceScores,
-    Trained,
     Verification,
     apply,
     check_destination,
@@ -46,6 +45,9 @@ from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
 from surgeon.lab.evaluation.evaluate import evaluation_view
+
+if TYPE_CHECKING:
+    from surgeon import Trained
 
 # The plan of each way (None: nothing grows), what trains, and the rates of the pilots.
 _WAYS: Mapping[str, tuple[str | None, str, tuple[float, float]]] = {
