@@ -28,7 +28,6 @@ ORDER = (
     "__main__",
     "cli",
     "__init__",
-    "lab/demonstration",
     "lab/reports",
     "lab/studies",
     "lab/courses",
@@ -240,7 +239,7 @@ def test_nothing_is_larger_than_it_is_pinned() -> None:
 
 # Studies are written with what `surgeon` offers, as anybody's are; beside it they may import the errors that users read
 # and plumbing that knows nothing of models: listeners, tables, YAML, work folders, devices.
-LABORATORY = ("lab/demonstration", "lab/studies", "lab/courses", "lab/evaluation")
+LABORATORY = ("lab/learning", "lab/studies", "lab/courses", "lab/evaluation")
 _PLUMBING = ("errors", "common")
 
 

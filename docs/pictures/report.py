@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import surgeon  # noqa: E402
-from surgeon.lab.demonstration.base import code, documentation, make_base, split  # noqa: E402
+from surgeon.lab.learning.base import code, documentation, make_base, split  # noqa: E402
 from tests import browser  # noqa: E402
 
 PLANS = (

@@ -47,7 +47,7 @@ def record(folder: Path) -> str:
 
 def main() -> None:
     """Make the base and write the picture."""
-    from surgeon.lab.demonstration.base import make_base
+    from surgeon.lab.learning.base import make_base
 
     with tempfile.TemporaryDirectory() as folder:
         make_base(Path(folder) / "base-model", seconds=4)

@@ -367,7 +367,7 @@ def demo(
     quiet: QuietOption = False,
 ) -> None:
     """Make a small base without network, grow it, prove that nothing was lost, and show what training learns."""
-    from surgeon.lab.demonstration.demo import demo_view, run_demo
+    from surgeon.lab.learning.demo import demo_view, run_demo
 
     with listening(quiet) as listener:
         shown = run_demo(folder or Path("surgeon-demo"), seconds=seconds, listener=listener)

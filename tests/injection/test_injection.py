@@ -119,7 +119,7 @@ def test_no_room(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_no_room_for_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surgeon.lab.demonstration import demo
+    from surgeon.lab.learning import demo
 
     monkeypatch.setattr(demo, "documentation", list)
     monkeypatch.setattr(demo, "make_base", lambda folder, *_, **__: (folder / "model").write_bytes(bytes(20_000)))

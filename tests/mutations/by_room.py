@@ -145,7 +145,7 @@ MISTAKES = (
         "F.cross_entropy(row, labels",
     ),
     _mistake(
-        "lab/demonstration",
+        "lab/learning",
         "the held-out documents are trained on",
         "base.py",
         "return [text for index, text in enumerate(documents) if index % _HELD_OUT], documents[::_HELD_OUT]",

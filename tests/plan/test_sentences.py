@@ -317,6 +317,7 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
             ("sequences: 8", "`sequences` is for fisher, which `loss` does not name; leave it out"),
         )
     ),
+    (load_config, f"{LABELS}answers: shipped\n", 1, "", "`answers` compares what a model writes, and with labels it"),
     (load_config, f"{LABELS}preserve: {{}}\n", 1, "", "`preserve` holds next tokens to the base's, which texts with"),
     (
         load_config,

@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
-from surgeon.lab.demonstration import base, demo
-from surgeon.lab.demonstration.base import code
-from surgeon.lab.demonstration.demo import KNOWN, NEW, _write_config, _write_texts, demo_view, run_demo
+from surgeon.lab.learning import base, demo
+from surgeon.lab.learning.base import code
+from surgeon.lab.learning.demo import KNOWN, NEW, _write_config, _write_texts, demo_view, run_demo
 from surgeon.training import gate_fitting
 from surgeon.training.config.loading import load_config
 from surgeon.training.opening import opened_run
 from surgeon.training.preparing import prepare
 from tests import tiny
-from tests.lab.demonstration.test_base import FEW_STEPS, WHOLE
+from tests.lab.learning.test_base import FEW_STEPS, WHOLE
 from tests.training.texts import add_tokenizer, text
 
 README = Path(__file__).resolve().parents[3] / "README.md"

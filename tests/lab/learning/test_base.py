@@ -12,7 +12,7 @@ import torch
 
 import surgeon
 from surgeon.common.listener import Quiet
-from surgeon.lab.demonstration.base import DemoBase, documentation, make_base
+from surgeon.lab.learning.base import DemoBase, documentation, make_base
 from surgeon.models.load import load_model
 from surgeon.models.tokens import token_batches
 

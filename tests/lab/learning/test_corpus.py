@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from surgeon.errors import BadInput
-from surgeon.lab.demonstration import base
-from surgeon.lab.demonstration.base import documentation, split
+from surgeon.lab.learning import base
+from surgeon.lab.learning.base import documentation, split
 
 LONG = "This sentence is there to be longer than the least length of a documentation string: {}."
 

@@ -32,7 +32,7 @@ from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
 from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput, printable
-from surgeon.lab.demonstration.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, split
+from surgeon.lab.learning.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, split
 
 PLAN, GATED_PLAN = "opt-deus", "domain-gate/layers"
 PROMPT = "Return the"
