@@ -40,6 +40,7 @@ from surgeon.lab.courses.continual import continual as continual
 from surgeon.lab.evaluation.blend import blend as blend
 from surgeon.lab.evaluation.blend import share_by_answers as share_by_answers
 from surgeon.lab.evaluation.evaluate import evaluate as evaluate
+from surgeon.lab.evaluation.evaluate import evaluation_view as evaluation_view
 from surgeon.lab.evaluation.open_texts import open_texts as open_texts
 from surgeon.lab.evaluation.results import Evaluation as Evaluation
 from surgeon.lab.evaluation.results import LabelScores as LabelScores

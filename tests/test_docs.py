@@ -184,7 +184,7 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
         # As it stands, but for a moment: two steps of two short sequences, or of epochs next to nothing.
         short = {"epochs": 0.01} if "epochs" in asked else {"steps": 2}
         path.write_text(
-            json.dumps(asked | short | {"batch": 2, "length": 16, "validation_sequences": 2, "recall_for_gate": 64})
+            json.dumps({"recall_for_gate": 64} | asked | short | {"batch": 2, "length": 16, "validation_sequences": 2})
         )
         return
     base = folder / (block.said.removeprefix("base: ") or "base-model")

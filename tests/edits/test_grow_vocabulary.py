@@ -183,10 +183,10 @@ def test_with_layers_and_adapters_in_one_plan_trained_and_taken_back(tmp_path: P
     assert_same(base, tmp_path / "back")
 
 
-def train(folder: Path, out: str, **optimizer: float) -> None:
+def train(folder: Path, out: str, *, steps: int = 4, **optimizer: float) -> None:
     config = {
         "surgeon_train": 1,
-        "steps": 4,
+        "steps": steps,
         "batch": 2,
         "length": 16,
         "validation_sequences": 2,

@@ -124,7 +124,7 @@ def test_of_gathered_experts_and_of_corners_what_is_new_trains(tmp_path: Path) -
     """olmoe has each expert on disk and all in one parameter, and gets more heads: matrices grow on both sides."""
     base = published(tmp_path / "base", "olmoe")
     apply(tmp_path, base, "out", TWICE)
-    train(tmp_path, "out", weight_decay=0.5)
+    train(tmp_path, "out", steps=16, weight_decay=0.5)
     held, born, after = (weights(tmp_path / name) for name in ("base", "out", "out-run"))
     for name, value in after.items():
         kept = value[tuple(slice(size) for size in held[name].shape)]

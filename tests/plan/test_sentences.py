@@ -317,6 +317,13 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
             ("sequences: 8", "`sequences` is for fisher, which `loss` does not name; leave it out"),
         )
     ),
+    (
+        load_config,
+        f"{TRAIN}  - {{name: a, path: a.txt, share: 1, counted: false}}\n",
+        1,
+        "",
+        "source 'a' has `counted: false`, and no teacher of `preserve` teaches on it, so it teaches nothing; leave",
+    ),
     (load_config, f"{LABELS}answers: shipped\n", 1, "", "`answers` compares what a model writes, and with labels it"),
     (load_config, f"{LABELS}preserve: {{}}\n", 1, "", "`preserve` holds next tokens to the base's, which texts with"),
     (

@@ -90,7 +90,8 @@ _GROUPS = {
         " read_prompts Prompts kept_answers KeptAnswers BaseAnswers kept_table"
     ),
     "Results and what the terminal shows": (
-        "Applied Blend preview_view Verification verification_view Trained Evaluation SourceScores LabelScores"
+        "Applied Blend preview_view Verification verification_view Trained Evaluation evaluation_view SourceScores"
+        " LabelScores"
     ),
     "Errors and progress": "SurgeonError BadInput PromiseBroken Diverged ProgressListener __version__",
 }

@@ -28,6 +28,7 @@ from surgeon import (
     check_destination,
     encode_prompts,
     evaluate,
+    evaluation_view,
     open_checkpoint,
     open_texts,
     read_prompts,
@@ -44,7 +45,6 @@ from surgeon.common.signed import read_signed, write_signed
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
-from surgeon.lab.evaluation.evaluate import evaluation_view
 
 if TYPE_CHECKING:
     from surgeon import Trained
