@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from surgeon.data.chats import Chat
 from surgeon.data.held_out import HeldOut
 from surgeon.data.rows import Rows
 from surgeon.data.scores import Judged, Scores, Windows
@@ -36,7 +37,8 @@ def written(
         The texts, in their order.
 
     Raises:
-        BadInput: There is no tokenizer, or a text has such rows and does not leave them out; the error names each row.
+        BadInput: There is no tokenizer, or no chat template for chats, or a text has such rows and does not leave them
+            out; the error names each row.
     """
     for checkpoint in checkpoints:
         texts = [text for text, _ in _written(texts, checkpoint, say)]
@@ -50,6 +52,8 @@ def _written(
     encoder = _encoder(checkpoint)
     for text in texts:
         documents, own = text.documents, encoder.of(text.documents.rows.spec, text.template)
+        if len(text) and isinstance(documents.read(int(text.numbers[0])), Chat):
+            own.check_chat()
         rows = Rows(documents.rows.spec, own.tokenizer, own.write)
         each = ((number, documents.where(number), partial(documents.read, number)) for number in text.numbers.tolist())
         kept = np.array([*rows.kept(each, documents.shown)], dtype=np.int64)

@@ -37,6 +37,7 @@ from surgeon import (
     train,
     verify,
     write_blend,
+    written,
 )
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
@@ -159,7 +160,7 @@ def learn(
     opened = open_checkpoint(base, trust_remote_code=trust_remote_code)
     check_destination(target, opened.path)
     texts = _texts(new)
-    open_texts(texts)
+    written(open_texts(texts), [opened])
     encode_prompts(read_prompts(answers).prompts, opened)
     run = _Learning(opened, target, way, texts, minutes, seed, device, trust_remote_code, listener or Quiet())
     run.say(f"{run.work} has the plan, the training file and what is decided; the same command continues")

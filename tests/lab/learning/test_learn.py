@@ -125,6 +125,12 @@ def test_refusals(base: Path) -> None:
     with pytest.raises(BadInput, match="has no room for an answer"):
         learned(base, answers=folder / "long.txt")
     assert not (folder / "run-learn").exists()
+    (base / "chat_template.jinja").unlink()
+    chat = {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]}
+    (folder / "chats.jsonl").write_text(json.dumps(chat))
+    with pytest.raises(BadInput, match="its tokenizer has no chat template, which chats need"):
+        surgeon.learn(base, new=[folder / "chats.jsonl"], to=folder / "run", device="cpu")
+    assert not (folder / "run-learn").exists()
     with pytest.raises(BadInput, match="nothing to learn"):
         surgeon.learn(base, new=[], to=folder / "run")
     with pytest.raises(BadInput, match=r"missing\.txt"):
