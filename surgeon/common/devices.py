@@ -61,8 +61,7 @@ def resolve(device: str) -> str:
 def multiplies_bfloat16() -> bool:
     """Return whether this CPU has instructions for products of bfloat16 matrices.
 
-    Without them torch computes the products in another way, which took nine times as long as float32 (an x86 CPU with
-    AVX-512 alone).
+    Without them torch computes the products in another way, which takes longer than float32.
     """
     import torch
 

@@ -98,7 +98,7 @@ class ControlLLM(Operation):
     papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
         "Control LLM, section 3.4: AdamW, 5e-5 to 1e-5, cosine, 1000 warm-up steps; weight decay 10 % of"
-        " the rate; 512 sequences of 8192; rate measured",
+        " the rate; 512 sequences of 8192; the rate is ours, for small runs",
         lr=1e-3,
         min_lr=2e-4,
         decay_of_rate=0.1,

@@ -56,7 +56,7 @@ class InsertLayers(Operation):
     papers: ClassVar[tuple[Paper, ...]] = tuple(dict.fromkeys([*(init.paper for init in INITS.values()), ADEPT]))
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
         "1e-4, 64 sequences of 2048, as OpT-DeUS trained its inits and those it compares (section 5.5; 11.5B: 5e-5);"
-        " rate measured",
+        " the rate is ours, for small runs",
         lr=1e-3,
     )
     origins: ClassVar[Mapping[str, Origin]] = {kind: init.origin for kind, init in INITS.items()}

@@ -88,7 +88,7 @@ class PMoEExperts(Operation):
         ),
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay; rate measured",
+        "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay; the rate is ours, for small runs",
         lr=1e-2,
         original_share=0.01,
     )
