@@ -50,42 +50,57 @@ def measured(base: Path, *models: Path, prompts: Prompts = PROMPTS, **given: Any
     return kept_answers(surgeon.open_checkpoint(base), opened, prompts, tokens=8, device="cpu", **given)
 
 
-def greedy(model: Any, ids: list[int], most: int) -> tuple[list[int], bool]:
+def greedy(model: Any, ids: list[int], most: int, ends: set[int]) -> tuple[list[int], bool]:
     """The tokens of a greedy loop over whole forwards, without the end, and whether it came."""
     found: list[int] = []
     while len(found) < most:
         with torch.no_grad():
             token = int(model(torch.tensor([ids + found])).logits[0, -1].argmax())
-        if token == 2:
+        if token in ends:
             return found, True
         found.append(token)
     return found, False
 
 
-def test_against_greedy_loops_and_float64(folder: Path) -> None:
-    """Every figure, from transformers alone: prompts of five lengths are run in one padded batch."""
+@pytest.mark.parametrize("ended", [False, True])
+def test_against_greedy_loops_and_float64(folder: Path, tmp_path: Path, ended: bool) -> None:
+    """Every figure, from transformers alone: prompts of five lengths are run in one padded batch.
+
+    Where an answer ends, its end counts for KL too: there the base says that it stops.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     base, moved = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("base", "moved"))
+    ends, names = {2}, ("base", "moved")
+    if ended:
+        turn = [{"role": "user", "content": ASKED[0]}]
+        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ends = {2, greedy(base, ids, 8, ends)[0][3]}
+    copies = [shutil.copytree(folder / name, tmp_path / name) for name in names]
+    for copy in copies:
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(ends)}))
+    some_end = False
     nats: list[float] = []
     tokens: list[int] = []
     shares, same = [], []
     for prompt in ASKED:
         turn = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
-        (key, ended), (own, own_ended) = greedy(base, ids, 8), greedy(moved, ids, 8)
-        whole = torch.tensor([ids + key + [2] * ended])
+        (key, stops), (own, own_stops) = greedy(base, ids, 8, ends), greedy(moved, ids, 8, ends)
+        some_end |= stops
+        whole = torch.tensor([ids + key + [2] * stops])
         with torch.no_grad():
             p, q = (F.log_softmax(model.double()(whole).logits[0, len(ids) - 1 : -1], -1) for model in (base, moved))
         base.float(), moved.float()
         nats.append(float((p.exp() * (p - q)).sum()))
-        tokens.append(len(key) + ended)
+        tokens.append(len(key) + stops)
         texts = [tokenizer.decode(each, skip_special_tokens=True) for each in (key, own)]
         alike = 0
         while alike < min(map(len, texts)) and texts[0][alike] == texts[1][alike]:
             alike += 1
         shares.append(alike / len(texts[0]))
-        same.append((key, ended) == (own, own_ended))
-    (found,) = measured(folder / "base", folder / "moved")
+        same.append((key, stops) == (own, own_stops))
+    assert some_end == ended
+    (found,) = measured(*copies)
     assert found.kl is not None and found.kl.interval is not None
     assert found.kl.value == pytest.approx(sum(nats) / sum(tokens), rel=1e-4) and found.kl.value > 1e-3
     assert found.prefix.value == pytest.approx(sum(shares) / 5) and 0 < found.prefix.value < 1
