@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,3 +345,24 @@ def test_preserve_behind_a_gate_has_nothing_to_teach(
     (said,) = (line for line in heard.lines if "is fitted without what the model writes" in line)
     assert "documents (" in said and "keep the base less often" in said
     assert [entry["loss.preserve"] for entry in log if "loss.preserve" in entry] == [0.0]
+
+
+def test_of_turns_no_more_than_the_allowed_share_opens() -> None:
+    """Ten turns with 1 to 10 nats, decided at their last tokens; two of them have a stretch of original text."""
+    sums, unit = torch.arange(1.0, 11.0), 2**16
+    stretches = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 0, 7, 7])
+    states = torch.zeros(1, 20, 3)
+    # What stands at other tokens does not decide.
+    states[0, ::2] = 99 * unit
+    states[0, 1::2, 0], states[0, 1::2, 1] = sums * unit, stretches * unit
+    counts = (torch.arange(20) % 2 == 1)[None]
+    at_work = SimpleNamespace(states=lambda _gate, _evidence: states)
+    scored = gate_fitting._Scored([(torch.zeros(1, 20, 1), at_work, torch.zeros(1, 20), counts)])
+
+    def lowest(share: float, closes: float) -> float:
+        gate = SimpleNamespace(closes=closes * unit, spec=SimpleNamespace(false_positives=share))
+        return scored.turn_threshold(gate)
+
+    assert [lowest(share, 6) for share in (0, 0.1, 0.25)] == [8, 7, 6]
+    assert lowest(0.2, 8) == 8
+    assert lowest(0.9, 6) == -torch.inf
