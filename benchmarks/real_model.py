@@ -1,12 +1,12 @@
 """What ways of learning French keep of a real chat model's answers: SmolLM2-135M-Instruct, a row for each run.
 
     python -m benchmarks.real_model run --base DIR --new FILE --known NAME=FILE … --work DIR
-                                        [--only METHOD …] [--most N]
+                                        [--only NAME …] [--most N]
     python -m benchmarks.real_model page
 
 BASE is a chat model; FILE are JSON lines with `text`. A call makes the rows that are missing, in an order in which
 every method has its first rate and seed before any has its second, and may be stopped at any moment: a row is added to
-results/real_model.jsonl when its run is measured. Every run trains 40 steps of 8 × 128 tokens; those with the remedy
+results/real_model.jsonl when its run is measured. NAME is the beginning of a row's name (METHOD/REMEDY/RATE/SEED). Every run trains 40 steps of 8 × 128 tokens; those with the remedy
 have a quarter of their tokens from the base (free chats, and answers to the shipped instructions), with the base as the
 teacher (KL). Each run is also measured half and three quarters of it blended with the base.
 
@@ -83,7 +83,7 @@ class Run(NamedTuple):
         return f"{self.method}/{self.remedy}/{self.rate:g}/{self.seed}"
 
 
-def wanted(only: Sequence[str]) -> Iterator[Run]:
+def wanted() -> Iterator[Run]:
     """Yield all runs, those first that say most: with the remedy before without, seeds and rates in turns."""
     for seed in SEEDS:
         for remedy in (REMEDY, NONE):
@@ -91,7 +91,7 @@ def wanted(only: Sequence[str]) -> Iterator[Run]:
                 for name, method in METHODS.items():
                     # A gate keeps what it is closed for, so nothing is replayed behind it.
                     fits = remedy == (NONE if method.gated else remedy)
-                    if place < len(method.rates) and fits and (not only or name in only):
+                    if place < len(method.rates) and fits:
                         yield Run(name, remedy, method.rates[place], seed)
 
 
@@ -121,26 +121,31 @@ def config_of(run: Run, new: Path, work: Path) -> dict[str, Any]:
     }
 
 
-def measured(base: Path, model: Path, texts: dict[str, str]) -> dict[str, Any]:
-    """Return losses on every text, and what the model keeps of the base's answers, prompt by prompt."""
-    found = surgeon.evaluate([base, model], texts, answers="shipped", most=DOCUMENTS, length=256)
-    row = found.models[1]
-    assert row.kept is not None and row.kept.apart is not None
-    pairs = zip(row.kept.base_answers, row.kept.answers, strict=True)
+def measured(base: Path, models: Sequence[Path], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return each model's losses on every text, and what it keeps of the base's answers, prompt by prompt."""
+    found = surgeon.evaluate([base, *models], texts, answers="shipped", most=DOCUMENTS, length=256)
+    of_base = {cell.source: cell.loss.value for cell in found.models[0].sources}
+    return [figures(each, of_base) for each in found.models[1:]]
+
+
+def figures(model: surgeon.ModelScores[surgeon.SourceScores], of_base: dict[str, float]) -> dict[str, Any]:
+    """Return the figures of one model, beside the base's losses."""
+    assert model.kept is not None and model.kept.apart is not None
+    pairs = zip(model.kept.base_answers, model.kept.answers, strict=True)
     return {
-        "losses": {cell.source: cell.loss.value for cell in row.sources},
-        "base": {cell.source: cell.loss.value for cell in found.models[0].sources},
-        "kept": row.kept.to_json(),
-        "nats": [round(each, 5) for each in row.kept.apart.nats.tolist()],
-        "tokens": row.kept.apart.tokens.tolist(),
-        "same": [int(own.text == of_base.text) for of_base, own in pairs],
+        "losses": {cell.source: cell.loss.value for cell in model.sources},
+        "base": of_base,
+        "kept": model.kept.to_json(),
+        "nats": [round(each, 5) for each in model.kept.apart.nats.tolist()],
+        "tokens": model.kept.apart.tokens.tolist(),
+        "same": [int(own.text == base.text) for base, own in pairs],
     }
 
 
 def carry_out(run: Run, base: Path, new: Path, known: dict[str, str], work: Path) -> dict[str, Any]:
     """Make one run and its blends, and return its row."""
     method, folder = METHODS[run.method], work / "run"
-    for each in (folder, work / "grown", work / "blend"):
+    for each in (folder, work / "grown", *work.glob("blend-*")):
         shutil.rmtree(each, ignore_errors=True)
     out = base
     if method.plan is not None:
@@ -154,17 +159,16 @@ def carry_out(run: Run, base: Path, new: Path, known: dict[str, str], work: Path
     held.write_text(yaml.safe_dump({"surgeon_train": 1, "steps": 1, "sources": sources}), encoding="utf-8")
     texts = [str(held), *(f"{name}={path}" for name, path in known.items())]
     row = {"run": run._asdict(), "parameters": trained.parameters, "seconds": round(trained.seconds, 1)}
-    row |= measured(base, folder, texts)  # type: ignore[arg-type]
-    row["blended"] = {}
+    blends: dict[str, Path] = {}
     for share in BLENDS if not method.gated else ():
-        shutil.rmtree(work / "blend", ignore_errors=True)
         try:
-            surgeon.write_blend(folder, work / "blend", base=base, alpha=share)
+            surgeon.write_blend(folder, work / f"blend-{share:g}", base=base, alpha=share)
         except surgeon.BadInput as error:
             row["unblended"] = str(error)
             break
-        row["blended"][f"{share:g}"] = measured(base, work / "blend", texts)  # type: ignore[arg-type]
-    return row
+        blends[f"{share:g}"] = work / f"blend-{share:g}"
+    own, *blended = measured(base, [folder, *blends.values()], texts)
+    return row | own | {"blended": dict(zip(blends, blended, strict=True))}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -181,7 +185,8 @@ def make(base: Path, new: Path, known: dict[str, str], work: Path, *, only: Sequ
     surgeon.recall(base, tokens=8000, length=256, to=work / "own.jsonl", once=True)
     surgeon.recall(base, tokens=4000, length=128, prompts=instructions, to=work / "answers.jsonl", once=True)
     there = {Run(**row["run"]).name for row in rows()}
-    for run in [each for each in wanted(only) if each.name not in there][:most]:
+    missing = [run for run in wanted() if run.name not in there and run.name.startswith(tuple(only) or "")]
+    for run in missing[:most]:
         row = carry_out(run, base, new, known, work)
         with RECORD.open("a", encoding="utf-8") as record:
             record.write(json.dumps(row) + "\n")
