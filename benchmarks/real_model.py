@@ -6,9 +6,10 @@
 
 BASE is a chat model; FILE are JSON lines with `text`. A call makes the rows that are missing, in an order in which
 every method has its first rate and seed before any has its second, and may be stopped at any moment: a row is added to
-results/real_model.jsonl when its run is measured. NAME is the beginning of a row's name (METHOD/REMEDY/RATE/SEED). Every run trains 40 steps of 8 × 128 tokens; those with the remedy
-have a quarter of their tokens from the base (free chats, and answers to the shipped instructions), with the base as the
-teacher (KL). Each run is also measured half and three quarters of it blended with the base.
+results/real_model.jsonl when its run is measured. NAME is the beginning of a row's name (METHOD/REMEDY/RATE/SEED).
+Every run trains 40 steps of 8 × 128 tokens; those with the remedy have a quarter of their tokens from the base (free
+chats, and answers to the shipped instructions), with the base as the teacher (KL). Each run is also measured half and
+three quarters of it blended with the base.
 
 Measured on held-out text: losses; KL(base ‖ run) on the base's answers to the shipped prompts, none of which trains;
 and the shares of answers that are the base's. Differences between methods are paired by seed, at equal French.
@@ -33,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 import surgeon  # noqa: E402
 from benchmarks.frontier import interval, table  # noqa: E402
 from surgeon.common.listener import Quiet  # noqa: E402
+from surgeon.lab.evaluation.results import ModelScores, SourceScores  # noqa: E402
 from surgeon.lab.studies import frontier  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "results" / "real_model.md"
@@ -128,7 +130,7 @@ def measured(base: Path, models: Sequence[Path], texts: Sequence[str]) -> list[d
     return [figures(each, of_base) for each in found.models[1:]]
 
 
-def figures(model: surgeon.ModelScores[surgeon.SourceScores], of_base: dict[str, float]) -> dict[str, Any]:
+def figures(model: ModelScores[SourceScores], of_base: dict[str, float]) -> dict[str, Any]:
     """Return the figures of one model, beside the base's losses."""
     assert model.kept is not None and model.kept.apart is not None
     pairs = zip(model.kept.base_answers, model.kept.answers, strict=True)
