@@ -12,8 +12,8 @@ The base is the model of transformers' own tester, saved; each output is a plan 
 classes that the output's folder ships, and the config that it holds, with the tester's sizes. What a folder of tests
 cannot import (several devices) and pipelines, which need the Hub, are left out for base and outputs alike. A test that
 fails is run twice more and counts as passed if it then passes, as some are flaky. With `--test` these tests alone run,
-failures are shown in full and nothing is written; else results/transformers_suite.md is, from this and earlier runs
-(`transformers_suite.jsonl` beside it).
+failures are shown in full and nothing is written; else results/transformers_suite_VERSION.md is, from this and earlier
+runs (a `.jsonl` beside it).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE / "results" / "transformers_suite.md"
+# A page for each version of transformers.
+PAGE = HERE / "results" / f"transformers_suite_{version('transformers')}.md"
 RECORD = PAGE.with_suffix(".jsonl")
 # Which sources the committed rows took what the sdist lacks from.
 CHECKOUT = "5.16.0.dev0"
