@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, Protocol, Self
 
+from surgeon.checkpoint.gguf_file import GGUF_RECORD
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.errors import BadInput, printable
 
@@ -159,6 +160,7 @@ _EXACT = frozenset(
         "vocab.txt",
         "chat_template.json",
         "chat_template.jinja",
+        GGUF_RECORD,
         *IMAGE_FILES,
         # Further tokenizer files that only single model types have.
         "tekken.json",
@@ -273,7 +275,6 @@ class _Identity:
 
 _NO_FOLDER = "not a folder; give the folder of a transformers checkpoint"
 _NOT_READ = {
-    ".gguf": "a GGUF file, which surgeon does not read; give the model that it was made from: its folder or Hub id",
     ".safetensors": "a file of weights; give the folder that it is in, with its config.json",
 }
 

@@ -123,7 +123,7 @@ def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
             f" {_CONVERT if usual else 'get the safetensors, or save the model with transformers once'}"
         )
     if gguf := [name for name in names if name.endswith(".gguf")]:
-        return f"only GGUF weights ({_some(gguf)}); use the safetensors checkpoint that they were made from"
+        return f"only GGUF weights ({_some(gguf)}); give that file in place of its folder"
     return f"no weights here; expected {SINGLE_FILE} or {INDEX_FILE}"
 
 

@@ -3,28 +3,46 @@
 transformers multiplies a number of FP8 (in blocks), of four bits (MXFP4) or of few bits (as compressed-tensors packs
 them, whose package unpacks them) by its scale when it loads such a model in full precision. Here the products are
 stored, each rounded once, and the quantisation entry of config.json is removed.
+
+A GGUF file is a base whose numbers transformers' loader has made already (`surgeon.checkpoint.gguf_file`): they are
+kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from surgeon.anatomy.compressed import OF_ACTIVATIONS, packs_of
 from surgeon.anatomy.quantised import is_scale, packed_of
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, Outer
 from surgeon.blueprint.recipes import Copy, Dequantised, Recipe, Unpacked
+from surgeon.checkpoint.gguf_file import GGUF_RECORD
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
+from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
+from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase
 
 # The dtype that transformers uses where config.json names none, and the stored dtypes.
 _DTYPE = "bfloat16"
 _STORED = {"bfloat16": "BF16", "float16": "F16"}
 _SHOWN = {"fp8": "FP8", "mxfp4": "MXFP4"}
+
+
+class GgufFacts(Facts):
+    """The GGUF file that the base is read from: its name, digest, and the types of its tensors; empty for others."""
+
+    file: str | None = None
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    types: dict[str, Many] = {}  # noqa: RUF012  # pydantic copies it
 
 
 class Dequantise(Operation):
@@ -43,15 +61,40 @@ class Dequantise(Operation):
         "ours, no paper's: nothing is new, so nothing trains", lr=1e-5
     )
 
+    facts: ClassVar[type[Facts] | None] = GgufFacts
+
     op: Literal["dequantise"]
+
+    def prepare(self, base: OpenedBase) -> GgufFacts:
+        """Read which GGUF file the base was read from, if any, and note what the loader changed."""
+        if GGUF_RECORD not in base.folder.side_files or base.folder.manifest is not None:
+            return GgufFacts()
+        content = base.folder.read_side_file(GGUF_RECORD)
+        read = parse_json_strict(content, file=GGUF_RECORD, max_bytes=MAX_SIDE_FILE_BYTES)
+        try:
+            base.notes.extend(printable(str(note), 300) for note in read["notes"])
+            return GgufFacts(file=read["file"], sha256=read["sha256"], types=read["types"])
+        except (KeyError, TypeError, ValueError):
+            raise BadInput(f"{GGUF_RECORD}: not as surgeon writes it; read the GGUF file again") from None
 
     @property
     def way_on(self) -> str:
         """Return what to do where a twin of the output breaks the promise."""
         return "use the transformers of constraints.txt"
 
-    def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Replace quantised tensors and their scales by products: in the layers, outside and above them."""
+    def edit(self, draft: Draft, facts: GgufFacts | None) -> OperationRecord:
+        """Replace quantised tensors and their scales by products: in the layers, outside and above them.
+
+        The numbers of a GGUF file stay as they are.
+        """
+        if facts is not None and facts.file is not None:
+            types = ", ".join(f"{count:,} {name}" for name, count in sorted(facts.types.items()))
+            return OperationRecord(
+                op=self.op,
+                matched=f"{printable(facts.file)}: {types} tensors are {_DTYPE}, as transformers reads them",
+                claim=Claim("exact", "every number is the base's, as transformers' loader read it from the file"),
+                trains="new",
+            )
         method = _check(draft)
         config, number = draft.config, draft.number
         # The dtype in which transformers would load the numbers.

@@ -119,7 +119,7 @@ def apply(
         with contextlib.suppress(WeightsNeeded):
             proved(preview_of(loaded, headers), headers)
         adapters = headers.adapters
-    located = locate(base, revision=revision, code=trust_remote_code)
+    located = locate(base, revision=revision, code=trust_remote_code, say=listener.say)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     opened = replace(opened_for(loaded, folder, listener=listener), adapters=adapters)
     shown = preview_of(loaded, opened, max_shard_bytes=max_shard_bytes, link=link)
