@@ -7,9 +7,9 @@
 BASE is a chat model; FILE are JSON lines with `text`. A call makes the rows that are missing, in an order in which
 every method has its first rate and seed before any has its second, and may be stopped at any moment: a row is added to
 results/real_model.jsonl when its run is measured. NAME is the beginning of a row's name (METHOD/REMEDY/RATE/SEED).
-Every run trains 40 steps of 8 × 128 tokens; those with the remedy have a quarter of their tokens from the base (free
-chats, and answers to the shipped instructions), with the base as the teacher (KL). Each run is also measured half and
-three quarters of it blended with the base.
+Every run trains 40 steps of 4 × 128 tokens; those with the remedy have a quarter of their tokens from the base (free
+chats, and answers to the shipped instructions), with the base as the teacher (KL). Each run is also measured half
+blended with the base.
 
 Measured on held-out text: losses; KL(base ‖ run) on the base's answers to the shipped prompts, none of which trains;
 and the shares of answers that are the base's. Differences between methods are paired by seed, at equal French.
@@ -39,11 +39,11 @@ from surgeon.lab.studies import frontier  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "results" / "real_model.md"
 RECORD = PAGE.with_suffix(".jsonl")
-STEPS, BATCH, LENGTH = 40, 8, 128
-BLENDS = (0.5, 0.75)
+STEPS, BATCH, LENGTH = 40, 4, 128
+BLENDS = (0.5,)
 SEEDS = (0, 1, 2)
 # Held-out documents of each text, and of the new text for a study.
-DOCUMENTS = 48
+DOCUMENTS = 16
 NEW = "french"
 
 

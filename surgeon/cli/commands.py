@@ -363,14 +363,15 @@ def plans(
 @command()
 def demo(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="new folder; default: surgeon-demo")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="seconds to train the small base")] = 25,
+    base: Annotated[str | None, typer.Option(help="a chat model of yours in place of SmolLM2-135M-Instruct")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps of every training, of 512 tokens")] = 30,
     quiet: QuietOption = False,
 ) -> None:
-    """Make a small base without network, grow it, prove that nothing was lost, and show what training learns."""
+    """Let a chat model learn French in four ways, and show what each learned and what it kept."""
     from surgeon.lab.learning.demo import demo_view, run_demo
 
     with listening(quiet) as listener:
-        shown = run_demo(folder or Path("surgeon-demo"), seconds=seconds, listener=listener)
+        shown = run_demo(folder or Path("surgeon-demo"), base=base, steps=steps, listener=listener)
     console().print(demo_view(shown))
     if not shown.holds:
         raise typer.Exit(3)

