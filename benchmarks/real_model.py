@@ -104,7 +104,7 @@ def config_of(run: Run, new: Path, work: Path) -> dict[str, Any]:
     sources: list[dict[str, Any]] = [
         {"name": NEW, "path": str(new), "share": 1 - sum(shares.values()), "validation": 0.1},
         *(
-            {"name": name, "path": f"{name}.jsonl", "share": share, "role": "original", "validation": 0}
+            {"name": name, "path": f"{name}.jsonl", "share": share, "role": "original", "validation": 0.1}
             for name, share in shares.items()
         ),
     ]

@@ -99,13 +99,19 @@ def _read(file: Path, shown: str) -> tuple[list[Any], dict[str, Any]]:
 def _convert(file: Path, to: Path, fields: dict[str, Any], shown: str) -> list[str]:
     """Save model and tokenizer as transformers loads them; return what the loader changed, a line each."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     # The loader's own bar is shown whatever transformers is asked.
     with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
         try:
+            # Without it tensors stay packed where there are kernels for them.
+            plain = GgufConfig(gguf_file=file.name, dequantize=True)
             model, info = AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=getattr(torch, _DTYPE), output_loading_info=True, **given
+                file.parent,
+                gguf_file=file.name,
+                quantization_config=plain,
+                dtype=getattr(torch, _DTYPE),
+                output_loading_info=True,
             )
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except LOAD_FAILURES as error:
@@ -119,9 +125,9 @@ def _convert(file: Path, to: Path, fields: dict[str, Any], shown: str) -> list[s
                 + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 + ", which the model needs; give the safetensors checkpoint that it was made from"
             )
-        # The loader keeps the entry of a quantised model, whose weights are plain numbers by now.
+        # Some versions keep the entry of a quantised model, whose weights are plain numbers by now.
         model.hf_quantizer, model.is_quantized = None, False
-        del model.config.quantization_config
+        vars(model.config).pop("quantization_config", None)
         model.save_pretrained(to)
         tokenizer.save_pretrained(to)
     named = fields.get("tokenizer.ggml.pre")

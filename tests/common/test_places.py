@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.checkpoint.folder import CheckpointFolder
+import surgeon
 from surgeon.checkpoint.hub import locate
 from surgeon.common.places import meant, named
 from surgeon.common.yaml import parse_yaml

@@ -21,6 +21,7 @@ from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.training import gate_fitting
+from tests import tiny
 from tests.injection.command import Command
 from tests.injection.commands import COMMANDS, inputs
 from tests.injection.trials import at_random, injected, killed_at
@@ -118,16 +119,15 @@ def test_no_room(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert "what was finished is kept in" not in last or (tmp_path / ".out.surgeon").is_dir()
 
 
-def test_no_room_for_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_the_demo(tmp_path: Path) -> None:
     from surgeon.lab.learning import demo
 
-    monkeypatch.setattr(demo, "documentation", list)
-    monkeypatch.setattr(demo, "make_base", lambda folder, *_, **__: (folder / "model").write_bytes(bytes(20_000)))
+    base = tiny.checkpoint(tmp_path / "base", "llama")
     with (
         files_of_at_most(10_000),
         pytest.raises(BadInput, match=r"out: file too large .* \(.* free .*; remove the folder"),
     ):
-        demo.run_demo(tmp_path / "out", listener=Quiet())
+        demo.run_demo(tmp_path / "out", base=str(base), listener=Quiet())
 
 
 def test_train_looks_for_room_first(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

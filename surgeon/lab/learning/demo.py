@@ -174,6 +174,11 @@ def _packaged() -> Path:
     )
 
 
+def shipped(name: str) -> str:
+    """Return the content of a shipped text."""
+    return (files("surgeon.data") / name).read_text(encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class _Demo:
     """The steps of one demo, in its folder."""
@@ -194,9 +199,9 @@ class _Demo:
 
     def write_texts(self, base: Path) -> None:
         """Write the texts: French to learn, English to keep, prompts, and what the base answers to instructions."""
-        data, folder = files("surgeon.data"), self.folder
-        (folder / "french.jsonl").write_bytes((data / "french.jsonl").read_bytes())
-        prompts = (data / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        folder = self.folder
+        (folder / "french.jsonl").write_text(shipped("french.jsonl"), encoding="utf-8")
+        prompts = shipped("prompts.jsonl").splitlines(keepends=True)
         (folder / "prompts.jsonl").write_text("".join(prompts[::_PROMPTS_APART]), encoding="utf-8")
         _json_lines(folder / "english.jsonl", _english())
         _yaml(folder / "held-out.yaml", self._config([_french(1.0), _english_source()]))
@@ -206,7 +211,7 @@ class _Demo:
             base,
             tokens=_WRITTEN,
             length=_LONGEST,
-            prompts=str(data / "instructions.jsonl") if chats else None,
+            prompts=str(files("surgeon.data") / "instructions.jsonl") if chats else None,
             to=folder / f"{ANSWERS}.jsonl",
             seed=self.seed,
             listener=self.listener,
@@ -234,7 +239,7 @@ class _Demo:
         """Train one way into the folder of its name."""
         self.listener.say(f"5/6  training {way.words}, at the rate {way.rate:g}")
         share = _REPLAYED if way.kept else 0.0
-        answers = {"name": ANSWERS, "path": f"{ANSWERS}.jsonl", "share": share, "role": "original", "validation": 0}
+        answers = {"name": ANSWERS, "path": f"{ANSWERS}.jsonl", "share": share, "role": "original", "validation": 0.1}
         config = self._config([_french(1 - share), answers]) | {
             "what": "all" if way.plan is None else "last",
             "optimizer": {"lr": way.rate, "warmup": 0.1},
