@@ -334,7 +334,7 @@ def flex_attention(tried: Tried) -> str:
 
 
 def _new_alone(model: Any, tried: Tried) -> list[str]:
-    """Freeze the base, as docs/how-to/other-trainers.md says; the names of what trains."""
+    """Freeze the base, as docs/how-to/training.md says; the names of what trains."""
     if hasattr(model, "freeze_base"):
         return list(model.freeze_base())
     new = set(json.loads((tried.folder / "surgery.json").read_text())["new_tensors"])

@@ -1,4 +1,4 @@
-"""The screenshots of docs/how-to/report.md: of the report on a small base that is made, grown three times and trained.
+"""The screenshots in docs/how-to/verifying.md: of the report on a small base that is made, grown thrice and trained.
 
 `python docs/pictures/report.py` (about two minutes; it needs Chromium and Pillow) writes report-*.png beside this
 file.

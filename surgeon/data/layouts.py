@@ -33,7 +33,7 @@ _BESIDE = (*_SYSTEM, _TOOLS, CUT)
 _PREFERRED = ("chosen", "rejected")
 _PREFERENCES = (
     "`chosen` and `rejected` are preferences, which the output learns from through TRL's DPOTrainer"
-    " (docs/how-to/other-trainers.md); here, leave one answer of the two as a chat"
+    " (docs/how-to/training.md); here, leave one answer of the two as a chat"
 )
 _FIELD = "give the source `field: KEY`"
 

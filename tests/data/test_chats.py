@@ -127,7 +127,7 @@ def test_tools_and_history() -> None:
         ({"messages": [ASKED, ANSWERED], "tools": "x"}, "`tools`: the list is not JSON"),
         ({"messages": [ASKED, ANSWERED], "tools": [{"kind": "x"}]}, "`tools` is not a list of objects with a `name`"),
         ({"instruction": "a", "output": "b", "history": ["a"]}, "`history` is not a list of pairs of texts"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "TRL's DPOTrainer (docs/how-to/other-trainers.md)"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "TRL's DPOTrainer (docs/how-to/training.md)"),
     ],
 )
 def test_what_cannot_be_read_is_named(entry: dict[str, Any], told: str) -> None:

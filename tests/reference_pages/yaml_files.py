@@ -66,7 +66,7 @@ TASKS_HEAD = """\
 # Tasks file
 
 Every key of a tasks file, as `surgeon schema --tasks` prints it.
-[Tasks one after the other](../how-to/continual.md) shows a whole file and the command.
+[Tasks one after the other](../how-to/comparing.md#tasks-one-after-the-other) shows a whole file and the command.
 A key that is not listed here is refused with its line.
 `python -m tests.reference_pages` writes this page from the schema, and a test compares the two.
 """

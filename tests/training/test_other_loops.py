@@ -48,7 +48,7 @@ AUXILIARY = {
     "mixture_of_control": {"balance_loss"},
 }
 
-# As docs/how-to/other-trainers.md says: a grafted model knows what is new, a native one's surgery.json does.
+# As docs/how-to/training.md says: a grafted model knows what is new, a native one's surgery.json does.
 COMMON = (
     WITHOUT_SURGEON
     + """
