@@ -45,6 +45,8 @@ SEEDS = (0, 1, 2)
 # Held-out documents of each text, and of the new text for a study.
 DOCUMENTS = 16
 NEW = "french"
+# Of everything that is measured or written: many CPUs have no products of bfloat16.
+DTYPE = "float32"
 
 
 class Method(NamedTuple):
@@ -125,7 +127,7 @@ def config_of(run: Run, new: Path, work: Path) -> dict[str, Any]:
 
 def measured(base: Path, models: Sequence[Path], texts: Sequence[str]) -> list[dict[str, Any]]:
     """Return each model's losses on every text, and what it keeps of the base's answers, prompt by prompt."""
-    found = surgeon.evaluate([base, *models], texts, answers="shipped", most=DOCUMENTS, length=256)
+    found = surgeon.evaluate([base, *models], texts, answers="shipped", most=DOCUMENTS, length=256, dtype=DTYPE)
     of_base = {cell.source: cell.loss.value for cell in found.models[0].sources}
     return [figures(each, of_base) for each in found.models[1:]]
 
@@ -184,8 +186,9 @@ def make(base: Path, new: Path, known: dict[str, str], work: Path, *, only: Sequ
     """Make up to `most` rows that are missing."""
     work.mkdir(parents=True, exist_ok=True)
     instructions = str(files("surgeon.data") / "instructions.jsonl")
-    surgeon.recall(base, tokens=8000, length=256, to=work / "own.jsonl", once=True)
-    surgeon.recall(base, tokens=4000, length=128, prompts=instructions, to=work / "answers.jsonl", once=True)
+    surgeon.recall(base, tokens=8000, length=256, to=work / "own.jsonl", once=True, dtype=DTYPE)
+    answers = work / "answers.jsonl"
+    surgeon.recall(base, tokens=4000, length=128, prompts=instructions, to=answers, once=True, dtype=DTYPE)
     there = {Run(**row["run"]).name for row in rows()}
     missing = [run for run in wanted() if run.name not in there and run.name.startswith(tuple(only) or "")]
     for run in missing[:most]:

@@ -70,6 +70,14 @@ def multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
+def fast_dtype(device: str) -> str:
+    """Return the dtype in which a checkpoint is run where speed counts: `auto`, or float32 on a CPU without bfloat16.
+
+    `auto` is the checkpoint's. Raises BadInput as `resolve` does.
+    """
+    return "auto" if resolve(device) != "cpu" or multiplies_bfloat16() else "float32"
+
+
 def free_memory(device: str) -> int | None:
     """Return the bytes that this process can still take on `device` (cpu, cuda); None where this is not known.
 

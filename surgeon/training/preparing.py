@@ -113,9 +113,7 @@ def _in_fast_dtype(out: CheckpointFolder, loaded: LoadedConfig, device: str) -> 
     It is the checkpoint's, but float32 for bfloat16 weights on a CPU that does not multiply in bfloat16.
     """
     stored = {info.dtype for info in out.tensors.values()}
-    if loaded.config.dtype != "auto" or "BF16" not in stored or devices.resolve(device) != "cpu":
-        return loaded, []
-    if devices.multiplies_bfloat16():
+    if loaded.config.dtype != "auto" or "BF16" not in stored or devices.fast_dtype(device) == "auto":
         return loaded, []
     note = "`dtype: auto` is float32 here: this CPU has no products of bfloat16, which would take several times as long"
     return replace(loaded, config=loaded.config.model_copy(update={"dtype": "float32"})), [note]

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.common.devices import fast_dtype
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Stopwatch
@@ -280,7 +281,8 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
         if run.prompts is not None:
             folder = CheckpointFolder.open(staged, trust_remote_code=run.out.classes == "own")
             before, after = Checkpoint(str(run.out.path), run.out), Checkpoint(str(run.to), folder)
-            kept[:] = kept_answers(before, [after], run.prompts, device=run.device, listener=run.listener)
+            dtype = fast_dtype(run.device)
+            kept[:] = kept_answers(before, [after], run.prompts, dtype=dtype, device=run.device, listener=run.listener)
         return {"answers": kept[0].to_json()} if kept else {}
 
     made = publishing_job(

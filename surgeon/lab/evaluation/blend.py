@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon import BaseAnswers, Blend, Prompts, check_destination, open_checkpoint, read_prompts, write_blend
+from surgeon.common.devices import fast_dtype
 from surgeon.common.formatting import listed, size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
@@ -79,7 +80,7 @@ def blend(
         if alpha_top is not None:
             raise BadInput(f"alpha_top is {alpha_top:g}, and there is no alpha; give both, or neither")
         check_destination(Path(dest), Path(run))
-        alpha = share_by_answers(run, base, device=device, **more)
+        alpha = share_by_answers(run, base, dtype=fast_dtype(device), device=device, **more)
     written = write_blend(run, dest, base=base, alpha=alpha, alpha_top=alpha_top, link=link, **more)
     if not data:
         return Blended(written, None)
@@ -92,6 +93,7 @@ def share_by_answers(
     base: str | Path,
     *,
     trust_remote_code: bool = False,
+    dtype: str = "auto",
     device: str = "auto",
     listener: Listener | None = None,
 ) -> float:
@@ -103,7 +105,8 @@ def share_by_answers(
     Blends are written to a temporary folder, one at a time, from the largest share on. Raises BadInput as `write_blend`
     and `kept_answers` do.
     """
-    key = BaseAnswers.of(open_checkpoint(base, trust_remote_code=trust_remote_code), _some(), device=device)
+    opened = open_checkpoint(base, trust_remote_code=trust_remote_code)
+    key = BaseAnswers.of(opened, _some(), dtype=dtype, device=device)
     listener = listener or Quiet()
     for share in _SHARES:
         with tempfile.TemporaryDirectory(prefix="surgeon-blend-") as room:
@@ -112,7 +115,7 @@ def share_by_answers(
                 blended = Path(room) / "blend"
                 write_blend(run, blended, base=base, alpha=share, trust_remote_code=trust_remote_code)
             opened = open_checkpoint(blended, trust_remote_code=trust_remote_code)
-            found = key.apart(opened, opened.load(device=key.device)).loss
+            found = key.apart(opened, opened.load(dtype=dtype, device=key.device)).loss
         listener.say(f"{share:g} of the run: KL to the base on its answers is {found:.4f} nats a token")
         if found <= MOST_KL:
             return share

@@ -36,6 +36,7 @@ from surgeon import (
     verify,
 )
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.common.devices import fast_dtype
 from surgeon.common.disk_space import writing
 from surgeon.common.listener import Listener
 from surgeon.common.names import check_new_name
@@ -143,6 +144,7 @@ def run_demo(folder: Path, *, base: str | None = None, steps: int = 30, seed: in
             answers=folder / "prompts.jsonl",
             prompts=QUESTION,
             answer_tokens=24,
+            dtype=fast_dtype("auto"),
             listener=listener,
             **_MEASURED,
         )
@@ -214,6 +216,7 @@ class _Demo:
             prompts=str(files("surgeon.data") / "instructions.jsonl") if chats else None,
             to=folder / f"{ANSWERS}.jsonl",
             seed=self.seed,
+            dtype=fast_dtype("auto"),
             listener=self.listener,
         )
 
@@ -233,7 +236,7 @@ class _Demo:
         }
         applied = grown["layers"]
         self.listener.say("4/6  proving that the grown model computes what the base does")
-        return applied, verify(base, applied.path, listener=self.listener)
+        return applied, verify(base, applied.path, dtypes=(fast_dtype("auto"),), listener=self.listener)
 
     def train(self, way: Way, base: Path) -> Trained:
         """Train one way into the folder of its name."""

@@ -39,6 +39,7 @@ from surgeon import (
     write_blend,
     written,
 )
+from surgeon.common.devices import fast_dtype
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.places import meant, named
@@ -170,7 +171,7 @@ def learn(
     grown = run.grow()
     decided = run.decide(grown)
     share = run.train(grown, decided)
-    measured = evaluate([opened, target], run.work / "train.yaml", answers=answers, **_MEASURED, **run.running)
+    measured = evaluate([opened, target], run.work / "train.yaml", answers=answers, **_MEASURED, **run.measuring)
     return Learned(
         path=target,
         work=run.work,
@@ -225,6 +226,11 @@ class _Learning:
         return {"device": self.device, "trust_remote_code": self.trust_remote_code, "listener": self.listener}
 
     @property
+    def measuring(self) -> dict[str, Any]:
+        """Arguments of every call that only runs a model: those of `running`, and a dtype that is fast here."""
+        return {**self.running, "dtype": fast_dtype(self.device)}
+
+    @property
     def chats(self) -> bool:
         """Whether the base answers instructions, by a chat template."""
         return bool(self.base.tokenizer().chat_template)
@@ -242,7 +248,7 @@ class _Learning:
         """Have the base write text of its own, and answers to shipped instructions where it has a chat template."""
         tokens = max(_LEAST_RECALL, round(_RECALL * self.minutes))
         self.say(f"the base writes {tokens:,} tokens of its own, to be replayed")
-        settings: dict[str, Any] = {"seed": self.seed, "once": True, **self.running}
+        settings: dict[str, Any] = {"seed": self.seed, "once": True, **self.measuring}
         recall(self.base.path, tokens=tokens, length=self._written, to=self.work / f"{OWN}.jsonl", **settings)
         if self.chats:
             self.say("it answers shipped instructions, to be replayed too")
@@ -253,7 +259,7 @@ class _Learning:
     def check_is_new(self) -> None:
         """Raise BadInput where the base predicts a text to learn as well as the text that it wrote itself."""
         written = {OWN: str(self.work / f"{OWN}.jsonl")}
-        found = evaluate(self.base, {**self.texts, **written}, **_MEASURED, **self.running)
+        found = evaluate(self.base, {**self.texts, **written}, **_MEASURED, **self.measuring)
         bits = {cell.source: cell.bits_per_byte.value for cell in found.models[0].sources}
         for name in self.texts:
             self.say(f"{name}: costs the base {bits[name]:.2f} bits a byte, its own text {bits[OWN]:.2f}")
@@ -380,7 +386,7 @@ class _Learning:
         share = 1.0
         if self.way != "exact":
             self.say("choosing the run's share by answers to shipped instructions")
-            share = share_by_answers(run, self.base.path, **self.running)
+            share = share_by_answers(run, self.base.path, **self.measuring)
         if share < 1:
             write_blend(
                 run,
