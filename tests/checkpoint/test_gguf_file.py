@@ -121,6 +121,9 @@ def test_any_plan_takes_the_file(model: Path, tmp_path: Path) -> None:
 def test_a_plain_splitter_is_not_said_to_change(tmp_path: Path) -> None:
     folder = gguf_file.checkpoint_of(write_gguf(tmp_path / "plain.gguf", pre="gpt-2"), say=lambda line: None)
     assert json.loads((folder / "gguf.json").read_text())["notes"] == []
+    # Another file of the same name is another checkpoint.
+    other = gguf_file.checkpoint_of(write_gguf(tmp_path / "plain.gguf"), say=lambda line: None)
+    assert other != folder and other.name == folder.name == "plain.gguf"
 
 
 def test_what_is_no_whole_model_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

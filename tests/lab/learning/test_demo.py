@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from typer.testing import CliRunner
 
+from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.lab.learning import demo
@@ -18,6 +20,8 @@ from surgeon.training import gate_fitting
 from tests import tiny
 from tests.models.test_tokens import byte_tokenizer
 from tests.training.texts import CHAT_TEMPLATE
+
+README = Path(__file__).resolve().parents[3] / "README.md"
 
 
 @pytest.fixture
@@ -37,7 +41,9 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_the_demo_compares_what_differs_in_one_thing(base: Path, tmp_path: Path) -> None:
+def test_the_demo_compares_what_differs_in_one_thing(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = run_demo(tmp_path / "demo", base=str(base), steps=3, listener=Quiet())
     assert shown.holds and shown.restored
     configs = {way.name: yaml.safe_load((tmp_path / "demo" / f"{way.name}.yaml").read_text()) for way in WAYS}
@@ -67,6 +73,16 @@ def test_the_demo_compares_what_differs_in_one_thing(base: Path, tmp_path: Path)
         assert f"{row.kept.kl.value:.4f}" in line and f"{row.kept.same.value:.0%}" in line
     assert QUESTION in page and "the base is in it byte for byte" in page
     assert shown.page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+    # README's lines, in the folder that its first command makes.
+    monkeypatch.chdir(tmp_path / "demo")
+    Path("base").symlink_to(base)
+    (block,) = re.findall(r"^```sh\n(\. .venv/bin/activate .*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
+    first, *lines = block.splitlines()
+    assert first == ". .venv/bin/activate && cd surgeon-demo" and len(lines) == 5
+    for command in (line.partition("#")[0] for line in lines):
+        ran = CliRunner().invoke(app, command.split()[1:])
+        assert ran.exit_code == 0, (command, ran.output)
 
 
 def test_what_keeps_it_from_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
