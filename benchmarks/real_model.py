@@ -233,9 +233,8 @@ def beside(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[st
     return [METHODS[method].label, remedy, str(len(apart)), f"{min(widths):.2f}" if widths else "", shown]
 
 
-def write_page() -> None:
-    """Write the page from the committed rows."""
-    found, lines = rows(), [f"# {__doc__.splitlines()[0]}", ""]
+def summary(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the table of all runs and blends: a line for each method, remedy, rate and share, over its seeds."""
     groups: dict[tuple[str, str, float, str], list[dict[str, Any]]] = {}
     for row in found:
         run = Run(**row["run"])
@@ -249,23 +248,35 @@ def write_page() -> None:
         kept = [[one["kept"][key]["value"] for one in each] for key in ("kl", "prefix", "same")]
         label = METHODS[method].label + (f", {share} of it" if share else "")
         cells.append([label, remedy, f"{rate:g}", str(len(each)), *map(over_seeds, (changes[0], *kept, *changes[1:]))])
-    header = ["method", "with", "rate", "seeds", "French", "KL on answers", "prefix", "same", *known]
-    lines += [
+    return table(["method", "with", "rate", "seeds", "French", "KL on answers", "prefix", "same", *known], cells, 2)
+
+
+def equal_french(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the table of every method beside full fine-tuning with the remedy, at equal French."""
+    pairs = dict.fromkeys((row["run"]["method"], row["run"]["remedy"]) for row in found)
+    compared = [beside(found, *pair) for pair in pairs if pair != ("full", REMEDY)]
+    return table(["method", "with", "seeds", "range", "KL on answers"], compared, 2)
+
+
+def write_page() -> None:
+    """Write the page from the committed rows."""
+    found = rows()
+    lines = [
+        f"# {__doc__.splitlines()[0]}",
+        "",
         "Losses are changes from the base, in nats a token; prefix is the share of an answer before the first"
         " difference.",
         "Intervals are over seeds (95 %); without one there are fewer than three.",
         "",
-        *table(header, cells, 2),
+        *summary(found),
         "",
         "## At equal French, beside full fine-tuning with the same remedy",
         "",
         "The difference of KL on answers, averaged over the range of French loss that both methods' runs and blends"
         " cover; below 0 the method keeps answers better.",
         "",
+        *equal_french(found),
     ]
-    pairs = dict.fromkeys((row["run"]["method"], row["run"]["remedy"]) for row in found)
-    compared = [beside(found, *pair) for pair in pairs if pair != ("full", REMEDY)]
-    lines += table(["method", "with", "seeds", "range", "KL on answers"], compared, 2)
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
