@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import shlex
 import subprocess
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-COLUMNS = 80
+COLUMNS = 100
 NOT_RUN = "<!-- not run: written by benchmarks/newcomer.py, which ran it -->"
 LEFT_OUT = "…"
 
@@ -105,11 +105,12 @@ def run(step: Step, desk: Desk, hidden: Mapping[str, str]) -> Ran:
 
 
 def folded(output: str, hidden: Mapping[str, str]) -> list[str]:
-    """Return lines as a terminal of 80 columns shows them, without the names of this machine."""
+    """Return lines of at most 100 columns, wrapped between words, without the names of this machine."""
     for found, shown in hidden.items():
         output = output.replace(found, shown)
     lines = (line.rstrip() for line in output.strip("\n").splitlines())
-    return [part.rstrip() for line in lines for part in (re.findall(f".{{1,{COLUMNS}}}", line) or [""])]
+    kept = {"replace_whitespace": False, "drop_whitespace": True, "break_on_hyphens": False}
+    return [part for line in lines for part in (textwrap.wrap(line, COLUMNS, **kept) or [""])]
 
 
 def cut(lines: list[str], cuts: Sequence[tuple[str, str]]) -> list[str]:
