@@ -91,7 +91,7 @@ STEPS = (
         title="Preview",
         says="`preview` reads headers alone, of a large model too.",
         then="Nothing is written yet.\n"
-        "Every gap of the top half gets a new layer, fused from its neighbours, which adds exactly zero until it trains.",
+        "Every gap of the top half gets a new layer, fused from its neighbours, which adds zero until it trains.",
     ),
     Step(
         "surgeon preview plan.yaml base",
