@@ -8,8 +8,8 @@ BASE is a chat model; FILE are JSON lines with `text`. A call makes the rows tha
 every method has its first rate and seed before any has its second, and may be stopped at any moment: a row is added to
 results/real_model.jsonl when its run is measured. NAME is the beginning of a row's name (METHOD/REMEDY/RATE/SEED).
 Every run trains 40 steps of 4 × 128 tokens; those with the remedy have a quarter of their tokens from the base (free
-chats, and answers to the shipped instructions), with the base as the teacher (KL). Each run is also measured half
-blended with the base.
+chats, and answers to the shipped instructions), with the base as the teacher (KL). Runs of
+full fine-tuning are also measured half blended with the base.
 
 Measured on held-out text: losses; KL(base ‖ run) on the base's answers to the shipped prompts, none of which trains;
 and the shares of answers that are the base's. Differences between methods are paired by seed, at equal French.
@@ -43,7 +43,7 @@ STEPS, BATCH, LENGTH = 40, 4, 128
 BLENDS = (0.5,)
 SEEDS = (0, 1, 2)
 # Held-out documents of each text, and of the new text for a study.
-DOCUMENTS = 16
+DOCUMENTS = 12
 NEW = "french"
 # Of everything that is measured or written: many CPUs have no products of bfloat16.
 DTYPE = "float32"
@@ -164,7 +164,7 @@ def carry_out(run: Run, base: Path, new: Path, known: dict[str, str], work: Path
     texts = [str(held), *(f"{name}={path}" for name, path in known.items())]
     row = {"run": run._asdict(), "parameters": trained.parameters, "seconds": round(trained.seconds, 1)}
     blends: dict[str, Path] = {}
-    for share in BLENDS if not method.gated else ():
+    for share in BLENDS if run.method == "full" else ():
         try:
             surgeon.write_blend(folder, work / f"blend-{share:g}", base=base, alpha=share)
         except surgeon.BadInput as error:
