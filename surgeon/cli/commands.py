@@ -346,6 +346,7 @@ def plans(
         str | None,
         typer.Argument(help="print this plan, or the points of this sweep", autocompletion=complete_shipped_or_swept),
     ] = None,
+    whole: Annotated[bool, typer.Option("--all", help="list variants, sweeps and papers' experiments too")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the shipped plans and sweeps, or print a plan to start from, or a sweep with the command of each point."""
@@ -355,7 +356,7 @@ def plans(
     if as_json:
         print_json(shipped.names() if name is None else shipped.texts(name))
     elif name is None:
-        console().print(shipped.plans_view(shipped.described()))
+        console().print(shipped.plans_view(shipped.described(), whole=whole))
     else:
         print(shipped.text_of(name), end="")
 
