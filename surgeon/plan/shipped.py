@@ -271,9 +271,7 @@ def plans_view(plans: Sequence[Described], *, whole: bool) -> RenderableType:
         "sweeps" if plan.points else "variants" if plan.operations else "papers" for plan in plans if plan not in listed
     )
     width = max(len(plan.name) for plan in listed)
-    lines = (
-        f"{plan.name:{width}}  {plan.about}{f' ({plan.points} points)' if plan.points else ''}" for plan in listed
-    )
+    lines = (f"{plan.name:{width}}  {plan.about}{f' ({plan.points} points)' if plan.points else ''}" for plan in listed)
     more = f"; `--all` adds {', '.join(f'{number} {kind}' for kind, number in left.items())}" if left else ""
     return Group(
         *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines),

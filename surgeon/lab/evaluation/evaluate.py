@@ -187,7 +187,7 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
         parts += [Text()] * bool(parts) + [kept_table(kept)]
     for number, prompt in enumerate(evaluation.prompts):
         answers = FittedTable(headings=False)
-        answers.add_row(Text("prompt", style="bold"), Text(_lines(prompt), style="bold"))
+        answers.add_row(Text("prompt", style="bold"), Text(visible(prompt), style="bold"))
         for row in evaluation.models:
             answers.add_row(printable(row.model), _answer(row.answers[number]))
         # An empty line, except before the first table.
@@ -198,11 +198,11 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
 def _answer(answer: Answer) -> Text:
     """Return the text of an answer, marked where it was cut off or has no words."""
     words = answer.text.strip()
-    text = Text(_lines(words)) if words else Text("(no words)", style="dim")
+    text = Text(visible(words)) if words else Text("(no words)", style="dim")
     return text if answer.ended else text.append(" …", style="dim")
 
 
-def _lines(text: str) -> str:
+def visible(text: str) -> str:
     """Return text of a model or a user with invisible characters escaped, except the ends of lines."""
     return "\n".join(printable(line, sys.maxsize) for line in text.split("\n"))
 
