@@ -12,6 +12,7 @@ from rich.text import Text
 
 from surgeon import Answer, Checkpoint, HeldOut, check_model, kept_table, open_checkpoint, read_prompts
 from surgeon.common import devices
+from surgeon.common.formatting import windows
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
@@ -227,5 +228,5 @@ def _scores(evaluation: Evaluation[Any], length: int) -> list[RenderableType]:
             names = [Text(found.source if found is first else "", style="bold"), Text(printable(row.model))]
             kl = [Text("" if found.apart is None else f"{found.apart.value:.4f}")] * bool(apart)
             table.add_row(*names, *found.figures(), *kl, *([found.difference_cell()] if compared else []))
-    notes = f"{', '.join(cell.size for cell in cells)}; {cells[0].reading.format(length=length)}"
+    notes = f"{', '.join(cell.size for cell in cells)}; {windows(length)}; {cells[0].reading}"
     return [table, Text(), Text(notes, style="dim")]
