@@ -147,8 +147,8 @@ def test_it_learns(tmp_path: Path) -> None:
     assert trained is not None
     defaults, what, packing, first = heard.said[:4]
     assert defaults.startswith("defaults of gated_adapters: min_lr ")
-    assert what.startswith(f"trains {len(trained.changes)} tensors, {trained.parameters:,} numbers (gated_adapters), on ")
-    assert what.endswith("on fr, en: 96 tokens a step in windows of at most 24 tokens")
+    assert what.startswith(f"trains {len(trained.changes)} tensors, {trained.parameters:,} numbers (gated_adapters), ")
+    assert what.endswith(", on fr, en: 96 tokens a step in windows of at most 24 tokens")
     assert packing == "packing: documents isolated (checked)"
     assert first.startswith("step 0: held-out loss in windows of at most 24 tokens: fr ")
     held = [line for line in heard.said[4:] if "held-out" in line]
