@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import os
 import re
@@ -490,6 +491,23 @@ def test_the_page_says_what_was_found_and_runs_nothing(whole: Whole, page: Reade
     assert {"path", "page", "made", "seconds"} == whole.told.to_json().keys() - result.keys()
     assert repr(whole.told).startswith("Compared(") and "8 runs" in repr(whole.told)
     check_json(whole.told)
+
+
+def test_the_figure_has_the_best_methods_and_full_fine_tuning_with_their_remedies() -> None:
+    found = findings_of("frontier_en-llama-8m")
+    drawn = re.findall(r'class="name (s\d)( muted)?">([^<]+)', render(found))
+    coloured = [name for _, muted, name in drawn if not muted]
+    ranked = sorted((row for row in found.rows if row.area and row.kind != "full"), key=lambda row: row.area.mean)
+    best: dict[str, Any] = {}
+    for row in ranked:
+        best.setdefault(row.method, row)
+    first = [*best.values()][:3]
+    assert [name[:19] for name in coloured] == [f"{row.method}, {row.remedy}"[:19] for row in first]
+    grey = {name for _, muted, name in drawn if muted}
+    assert grey == {f"full, {row.remedy}"[:20] for row in first}
+    rows = re.findall(r"<tr><t[hd][^>]*>([^<]+)</t[hd]>", html.unescape(render(found)))
+    places = [rows.index(row.label) for row in ranked]
+    assert places == sorted(places)
 
 
 def test_the_table_fits_and_the_same_command_has_nothing_to_do(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
