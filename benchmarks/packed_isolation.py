@@ -282,7 +282,7 @@ def trained(work: Path, name: str, device: str, small: bool, steps: int) -> dict
     # The first call says how many steps were done before.
     timed = ends[1 + WARM :]
     seconds = (timed[-1] - timed[0]) / (len(timed) - 1)
-    said = next(line for line in lines if line.startswith("documents packed"))
+    said = next(line for line in lines if line.startswith("packing: "))
     return {
         "said": said,
         "refused": False,

@@ -21,7 +21,7 @@ from surgeon.common.page.markup import Markup, el
 from surgeon.common.page.plots import drawn_lines
 from surgeon.lab.reports.history import History, WiderEnd, layer_history, wider_ends
 from surgeon.lab.reports.page.stack import drawn_stack, legend_rows
-from surgeon.lab.studies.page import panels_of, render
+from surgeon.lab.studies.page import frontiers, render
 from surgeon.manifest.manifest import OperationEntry
 from surgeon.manifest.reading import manifest_of
 from tests import tiny
@@ -125,11 +125,10 @@ def of_growth() -> str:
     plan, method, remedy = METHOD
     of = operated(plan)
     found = findings_of(STUDY)
-    panels = panels_of(found)
-    assert panels is not None
-    panel = next(panel for panel in panels.panels if panel.title == method)
     # One remedy for both, so that they differ in what trains.
-    full, own = (next(one for one in panel.series if one.name == name) for name in (f"full, {remedy}", remedy))
+    labels = [f"full fine-tuning, {remedy}", f"{method}, {remedy}"]
+    rows = [next(row for row in found.rows if row.label == label) for label in labels]
+    (full, own), across, up = frontiers(found, rows)
     # Turned round, the shorter line has its name where the other one is not.
     turned = replace(own, points=own.points[::-1], spread=own.spread[::-1], name="copied layers", style=0)
     compared = [replace(full, name="full fine-tuning", style=0), turned]
@@ -148,7 +147,7 @@ def of_growth() -> str:
         placed(0, top, *stack.parts),
         placed(0, below, drawn_legend(rows)),
         _heading("Forgetting against learning: lower right is better", left),
-        placed(left, top, drawn_lines(compared, panels.across, panels.up, size=(size[0] - left, stack.height))),
+        placed(left, top, drawn_lines(compared, across, up, size=(size[0] - left, stack.height))),
         *(
             el("text", line, x=left + 64, y=below + 14 + LEGEND_ROW * nth, class_="label")
             for nth, line in enumerate(beside)

@@ -17,7 +17,7 @@ import surgeon
 from surgeon._version import __version__
 from surgeon.cli.entries import AsJson, Declared, Group, QuietOption, command, shown
 from surgeon.cli.failures import Debug, console, listening, print_json, show, sigterm_interrupts
-from surgeon.cli.spellings import complete_shipped_or_swept
+from surgeon.cli.spellings import SPELLINGS, complete_shipped_or_swept
 from surgeon.common.distributed import Ranks, forget_leftovers, joined
 from surgeon.common.interrupting import interrupt
 from surgeon.errors import BadInput, printable
@@ -346,6 +346,7 @@ def plans(
         str | None,
         typer.Argument(help="print this plan, or the points of this sweep", autocompletion=complete_shipped_or_swept),
     ] = None,
+    whole: Annotated[bool, typer.Option("--all", help="list variants, sweeps and papers' experiments too")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the shipped plans and sweeps, or print a plan to start from, or a sweep with the command of each point."""
@@ -355,9 +356,60 @@ def plans(
     if as_json:
         print_json(shipped.names() if name is None else shipped.texts(name))
     elif name is None:
-        console().print(shipped.plans_view(shipped.described()))
+        console().print(shipped.plans_view(shipped.described(), whole=whole))
     else:
         print(shipped.text_of(name), end="")
+
+
+@command()
+def chat(
+    model: Annotated[str, typer.Argument(help=SPELLINGS["inspect.checkpoint"].help)],
+    base: Annotated[str | None, typer.Option(metavar="BASE", help="a model that answers too, before MODEL")] = None,
+    system: Annotated[str | None, typer.Option(help="the system's turn, with which every chat begins")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help=SPELLINGS["evaluate.answer_tokens"].help)] = 256,
+    device: Annotated[str, typer.Option(help=SPELLINGS["device"].help)] = "auto",
+    quiet: QuietOption = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help=SPELLINGS["trust_remote_code"].help)
+    ] = False,
+) -> None:
+    """Chat with MODEL, and with its base beside it, by greedy answers.
+
+    Prompts come from the terminal, or a line each from stdin. /new begins again, Ctrl-C stops an answer; an empty line,
+    /exit or Ctrl-D ends.
+    """
+    names = [name for name in (base, model) if name is not None]
+    for name in names:
+        surgeon.check_model(name, trust_remote_code=trust_remote_code)
+    from surgeon.lab.evaluation.chat import Speaker
+
+    with listening(quiet) as listener:
+        how: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code, "listener": listener}
+        speakers = [Speaker.load(name, system=system or "", tokens=tokens, **how) for name in names]
+    for prompt in iter(_typed, ""):
+        for speaker in speakers:
+            if prompt == "/new":
+                speaker.begin()
+                continue
+            print(f"{printable(speaker.checkpoint.name)}: " if base else "", end="", flush=True)
+            try:
+                speaker.answer(prompt, lambda text: print(text, end="", flush=True))
+            except BadInput as error:
+                if not sys.stdin.isatty():
+                    raise
+                print(f"{error}; /new begins again", file=sys.stderr)
+            print()
+
+
+def _typed() -> str:
+    """Return the next prompt of the terminal or of stdin; "" where the chat ends. Raises BadInput for other bytes."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+    except UnicodeDecodeError as error:
+        raise BadInput("stdin: not UTF-8 text; give the prompts in that encoding") from error
+    return "" if line == "/exit" else line
 
 
 @command()

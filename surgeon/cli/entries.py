@@ -24,7 +24,7 @@ from surgeon.errors import BadInput
 # The commands by group, in the order of the help.
 GROUPS = {
     "Grow": ("demo", "plans", "families", "preview", "apply", "verify"),
-    "Train and measure": ("learn", "train", "recall", "evaluate", "compare", "continual"),
+    "Train and measure": ("learn", "train", "recall", "evaluate", "chat", "compare", "continual"),
     "Look": ("inspect", "diff", "report", "transport-report", "routing-report"),
     "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "push"),
     "For editors": ("schema",),
@@ -41,6 +41,7 @@ EXAMPLES = {
     "train": "out train.yaml run",
     "recall": "base-model --tokens 200000 --to recalled.jsonl",
     "evaluate": "run --base base-model --data fr=french.txt --data en=english.txt",
+    "chat": "run --base base-model",
     "compare": "quick base-model results --new french.txt --original english.txt",
     "continual": "tasks.yaml base-model run",
     "inspect": "user/name@main",

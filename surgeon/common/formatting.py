@@ -34,6 +34,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def windows(length: int) -> str:
+    """Return the words for the context of a printed loss, at most `length` tokens."""
+    return f"windows of at most {length:,} tokens"
+
+
 def span(first: int, last: int) -> str:
     """Return a run of numbers as text: `3` or `3-7`."""
     return str(first) if first == last else f"{first}-{last}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,18 +63,25 @@ class EncodedPrompts:
 
 
 def encode_prompts(
-    prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: int = 64, chat: bool | None = None
+    prompts: Sequence[str],
+    checkpoint: Checkpoint,
+    *,
+    tokens: int = 64,
+    chat: bool | None = None,
+    before: Sequence[Mapping[str, str]] = (),
+    prompter: Prompter | None = None,
 ) -> EncodedPrompts:
     """Encode prompts by a checkpoint's tokenizer: as a user's turn where it has a chat template, else unchanged.
 
     An answer may have `tokens` tokens, or fewer where the context has no more room. `chat` decides for a checkpoint
-    whether prompts are turns; None: where it has a template. Raises BadInput where there is no tokenizer, no template
+    whether prompts are turns; None: where it has a template. `before` are earlier turns, which each prompt follows;
+    `prompter` is the checkpoint's, from an earlier call. Raises BadInput where there is no tokenizer, no template
     though `chat` asks for one, and for a prompt without tokens or without room for an answer.
     """
     from surgeon.data.generation import ANSWER, Prompter
     from surgeon.models.tokens import check_ids
 
-    prompter = Prompter(checkpoint.folder)
+    prompter = prompter or Prompter(checkpoint.folder)
     templated = bool(prompter.tokenizer.chat_template)
     if chat and not templated:
         raise BadInput(
@@ -86,7 +93,8 @@ def encode_prompts(
     context = checkpoint.context or sys.maxsize
     ids, most = [], []
     for number, prompt in enumerate(prompts, 1):
-        encoded = prompter.answering(prompt) if chat else prompter.continuing(prompt)
+        text = "".join(turn["content"] for turn in before) + prompt
+        encoded = prompter.answering(prompt, before) if chat else prompter.continuing(text)
         called = f"{printable(checkpoint.name)}: prompt {number} ({printable(prompt, 40)})"
         if not encoded:
             raise BadInput(f"{called} has no tokens; give one with words that its tokenizer knows")
@@ -107,11 +115,13 @@ def answer(
     *,
     batch: int = 1,
     advance: Callable[[int], None] = lambda _prompts: None,
+    streamer: Any = None,
 ) -> list[Answer]:
     """Let a loaded model answer each prompt (`encode_prompts`) by greedy decoding; return the answers in order.
 
     `batch` prompts of similar length are run at a time, the shorter ones padded; with 1, as the default is, no padding
-    changes an answer. `advance` receives the number of prompts just completed.
+    changes an answer. `advance` receives the number of prompts just completed; with one prompt, `streamer.put` receives
+    its tokens, and then the answer's, one by one.
     """
     from surgeon.data.generation import continued
 
@@ -121,7 +131,7 @@ def answer(
         alike = list(group)
         for begin in range(0, len(alike), batch):
             numbers = alike[begin : begin + batch]
-            turns = continued(model, [prompts.ids[number] for number in numbers], set(prompts.ends), most)
+            turns = continued(model, [prompts.ids[n] for n in numbers], set(prompts.ends), most, streamer=streamer)
             for number, turn in zip(numbers, turns, strict=True):
                 found[number] = prompts.answer(number, turn.ids, ended=turn.ended)
             advance(len(numbers))

@@ -7,7 +7,7 @@ which may sample, search or continue for long, are ignored, except for the token
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +83,9 @@ class Prompter:
         ids = self.tokenizer.ids(beginning)
         return ids[:-1] if ids and ids[-1] in self.ends else ids
 
-    def answering(self, question: str) -> list[int]:
-        """Return the tokens of a user's turn, up to where the answer begins."""
-        written = self.tokenizer.render([{"role": "user", "content": question}], prompt=True)
+    def answering(self, question: str, before: Sequence[Mapping[str, str]] = ()) -> list[int]:
+        """Return the tokens of a user's turn, after the turns `before`, up to where the answer begins."""
+        written = self.tokenizer.render([*before, {"role": "user", "content": question}], prompt=True)
         return self.tokenizer.ids(written, special=False)
 
     def words(self, ids: Sequence[int], *, ended: bool) -> str:
@@ -131,7 +131,9 @@ def _ends_texts(name: str) -> bool:
     return "".join(filter(str.isalpha, name)).casefold() in ("endoftext", "eos")
 
 
-def continued(model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most: int, **how: Any) -> list[Turn]:
+def continued(
+    model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most: int, *, streamer: Any = None, **how: Any
+) -> list[Turn]:
     """Continue each prompt by at most `most` tokens, or up to one of `ends`; return the continuations in order.
 
     The model's own generation settings (`generation_config`) are replaced.
@@ -141,6 +143,7 @@ def continued(model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most
         prompts: Token ids, which are padded to one batch.
         ends: Token ids that end a generated text.
         most: The most tokens to generate.
+        streamer: An object whose `put` receives the tokens as they are generated, the prompt's first; for one prompt.
         how: Fields of transformers' GenerationConfig; without any, decoding is greedy.
 
     Raises:
@@ -162,7 +165,7 @@ def continued(model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most
     # Else transformers would fill unset fields from the model's own settings, which config.json may contain.
     model.generation_config = config
     with torch.no_grad(), running(model):
-        made = model.generate(ids, attention_mask=mask, generation_config=config)
+        made = model.generate(ids, attention_mask=mask, generation_config=config, streamer=streamer)
     turns = []
     for row in made[:, width:].tolist():
         end = next((place for place, token in enumerate(row) if token in ends), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,22 +258,22 @@ def _hint(path: Path, known: list[str]) -> str:
     return f"did you mean {' or '.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))}?"
 
 
-def plans_view(plans: Sequence[Described]) -> RenderableType:
-    """Show the shipped plans and sweeps under their operations, and papers' experiments, a line each."""
+def plans_view(plans: Sequence[Described], *, whole: bool) -> RenderableType:
+    """Show a line for each plan, cut at the terminal's width; without `whole`, only count sweeps and plans in folders.
+
+    `surgeon plans NAME` prints the whole text of one.
+    """
     from rich.console import Group
-    from rich.padding import Padding
     from rich.text import Text
 
-    from surgeon.common.tables import FittedTable
-
-    parts: list[RenderableType] = []
-    groups: dict[str, list[Described]] = {}
-    for plan in plans:
-        groups.setdefault(plan.operations[0] if plan.operations else "papers, whole", []).append(plan)
-    for group, members in groups.items():
-        table = FittedTable(headings=False)
-        for plan in members:
-            swept = f" ({plan.points} points)" if plan.points else ""
-            table.add_row(plan.name, plan.about + swept)
-        parts += [*([Text()] if parts else []), Text(group, style="bold"), Padding(table, (0, 0, 0, 2))]
-    return Group(*parts)
+    listed = [plan for plan in plans if whole or "/" not in plan.name]
+    left = Counter(
+        "sweeps" if plan.points else "variants" if plan.operations else "papers" for plan in plans if plan not in listed
+    )
+    width = max(len(plan.name) for plan in listed)
+    lines = (f"{plan.name:{width}}  {plan.about}{f' ({plan.points} points)' if plan.points else ''}" for plan in listed)
+    more = f"; `--all` adds {', '.join(f'{number} {kind}' for kind, number in left.items())}" if left else ""
+    return Group(
+        *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines),
+        Text(f"`surgeon plans NAME` prints one{more}", style="dim"),
+    )

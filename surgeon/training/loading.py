@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from surgeon.common.formatting import windows
 from surgeon.data.packing import Batches
 from surgeon.errors import BadInput
 from surgeon.manifest.lineage import Lineage
@@ -30,7 +31,12 @@ def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
     run.objective.isolate(run, model)
     parameters = run.target.attach(model, run.wanted)
     numbers = trained_numbers(model, parameters.fixed)
-    run.say(f"trains {len(parameters.names)} tensors, {numbers:,} numbers: {run.wanted.shown}")
+    texts = ", ".join(source.name for source in config.sources if source.share)
+    step = f"{run.objective.step_units(run.settings):,} {run.objective.unit} a step"
+    run.say(
+        f"trains {len(parameters.names)} tensors, {numbers:,} numbers ({run.wanted.shown}), on {texts}: {step} in"
+        f" {windows(run.settings.length)}"
+    )
     model.config.use_cache = False
     if _spreads(run, model):
         model.config.output_router_logits = True

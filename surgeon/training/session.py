@@ -17,7 +17,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.common.devices import fast_dtype
 from surgeon.common.disk_space import writing
-from surgeon.common.formatting import size
+from surgeon.common.formatting import windows
 from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.kept_answers import KeptAnswers, kept_answers
 from surgeon.errors import BadInput, printable
@@ -347,8 +347,6 @@ def _saving(run: Run, model: Any) -> Saving:
     if beside and any(type(tracker).on_save is not TrainerCallback.on_save for tracker in run.trackers):
         run.say("a tracker may send checkpoints away as they are saved, so they are written within the steps")
         beside = False
-    elif beside:
-        run.say(f"checkpoints are written beside the steps, from a copy of {size(copy)} in memory")
     return Saving(beside=beside)
 
 
@@ -359,7 +357,8 @@ def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:
         return record.first
     losses = {name: found["loss"] for name, found in trainer.figures().items()}
     if losses:
-        run.say("step 0: held-out loss " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
+        shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        run.say(f"step 0: held-out loss in {windows(run.settings.length)}: {shown}")
     if run.ranks.leads:
         assert record is not None
         record.first = losses

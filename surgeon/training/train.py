@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.anatomy.anatomy import layer_of
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.distributed import Ranks
-from surgeon.common.formatting import count, listed, size
-from surgeon.common.json_results import by_number
+from surgeon.common.formatting import count, listed, size, windows
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.data.kept_answers import kept_table
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from surgeon.manifest.checkpoint import Checkpoint
     from surgeon.training.config.schema import TrainConfig
     from surgeon.training.dry_run import Rehearsal
-    from surgeon.training.publishing import Change, Trained
+    from surgeon.training.publishing import Trained
     from surgeon.training.run import Prepared
 
 
@@ -208,30 +206,14 @@ def _prepared(
 
 
 def trained_view(trained: Trained) -> RenderableType:
-    """Show a finished run: losses before and after, by how much tensors changed, and time and memory."""
+    """Show a finished run: losses before and after, time and memory, and how many tensors trained."""
     losses = FittedTable("source")
     for column in ("before", "after", "change"):
         losses.add_column(column)
     for name, (before, after) in trained.losses.items():
         style = "green" if after < before else "yellow"
         losses.add_row(name, f"{before:.4f}", f"{after:.4f}", Text(f"{after - before:+.4f}", style=style))
-    groups: dict[str, list[Change]] = {}
-    for name, change in sorted(trained.changes.items(), key=lambda entry: by_number(entry[0])):
-        place = layer_of(name)
-        groups.setdefault(printable(name) if place is None else f"layer {place[1]}", []).append(change)
-    tensors = FittedTable("tensors")
-    for column in ("count", "max |Δ|", "‖Δ‖ / ‖before‖"):
-        tensors.add_column(column)
-    for where, changes in groups.items():
-        relative = [change.relative_change for change in changes if change.relative_change is not None]
-        tensors.add_row(
-            where,
-            str(len(changes)),
-            f"{max(change.max_change for change in changes):.3g}",
-            f"{min(relative):.3g} … {max(relative):.3g}" if relative else "from zero",
-        )
     facts = FittedTable(headings=False)
-    facts.add_row("trained", f"{count(trained.parameters)} in {len(trained.changes)} tensors")
     speed = f", {trained.tokens_per_second:,.0f} a second" if trained.tokens_per_second else ""
     facts.add_row("tokens", f"{trained.tokens:,}{speed}")
     for name, scores in trained.scores.items():
@@ -239,18 +221,33 @@ def trained_view(trained: Trained) -> RenderableType:
     if trained.published_step != trained.settings["steps"]:
         facts.add_row("published", f"step {trained.published_step:,} of {trained.settings['steps']:,}, the best")
     facts.add_row("peak memory", size(trained.peak_memory))
-    parts: list[RenderableType] = [losses, Text()] if trained.losses else []
+    caption = Text(f"held-out loss in {windows(trained.settings['length'])}", style="dim")
+    parts: list[RenderableType] = [losses, caption, Text()] if trained.losses else []
     if trained.answers is not None:
         parts += [kept_table([("after training", trained.answers)]), Text()]
-    parts += [tensors, Text(), facts]
+    parts.append(facts)
     if trained.unchanged:
         parts.append(
             Text(
                 f"did not change, or by less than their dtype can say: {listed(trained.unchanged)}", style="bold yellow"
             )
         )
-    done = Text(f"{printable(str(trained.path))} is complete; every other tensor is as it was, byte for byte")
-    return Group(*parts, Text(), Text.assemble(done, style="bold green"))
+    done = f"{printable(str(trained.path))} is complete: {_moved(trained)}"
+    return Group(*parts, Text(), Text(done, style="bold green"))
+
+
+def _moved(trained: Trained) -> str:
+    """Return in words how many tensors trained, and whether others are left."""
+    from surgeon.manifest.moves import recorded_tensors
+
+    moved = trained.manifest.training[-1].tensors.values()
+    of_base = sum(tensor.before is not None for tensor in moved)
+    new = "" if of_base else "new "
+    words = f"{len(moved)} {new}tensors ({count(trained.parameters)} numbers) trained"
+    if len(moved) == len(recorded_tensors(trained.manifest, file=str(trained.path))):
+        return f"all {words}"
+    own = f", {of_base} of them the base's" if of_base else ""
+    return f"{words}{own}; every other tensor is byte for byte the same"
 
 
 def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:

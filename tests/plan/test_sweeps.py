@@ -89,6 +89,19 @@ def test_values_come_through_the_option_as_they_are(settings: dict[str, object])
     assert {key: found[key] for key in settings} == settings
 
 
+def test_the_list_of_plans_fits_a_screen_and_names_every_one_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short, every = (CliRunner().invoke(app, ["plans", *more]).stdout.splitlines() for more in ([], ["--all"]))
+    assert len(short) <= 30
+    assert [line.split()[0] for line in short[:-1]] == [
+        plan.name for plan in shipped.described() if "/" not in plan.name
+    ]
+    left = [each for each in (*shipped.names(), *shipped.sweeps()) if "/" in each]
+    counts = [int(word) for word in short[-1].split() if word.isdecimal()]
+    assert sum(counts[:2]) == len(left) == len(every) - len(short) - counts[2]
+    assert {*left} < {line.split()[0] for line in every}
+
+
 @pytest.mark.parametrize("name", shipped.sweeps())
 def test_every_point_that_ships_is_a_plan(name: str) -> None:
     loaded = shipped.find_sweep(name)

@@ -37,9 +37,9 @@ def test_a_small_config_gets_the_operations_values_and_small_steps(tmp_path: Pat
     assert (settings.lr, settings.betas, settings.length, settings.batch) == (1e-2, (0.9, 0.95), 256, 8)
     assert settings.micro_batch * settings.accumulation * 2 == settings.batch
     assert settings.warmup_steps == 3
-    assert "`batch` and `length` are small where they are left out: 8 × 256 in this run" in notes
+    assert notes[0].startswith("defaults of gated_adapters: lr 0.01, min_lr 0.0, schedule cosine, warmup 3, ")
+    assert "batch 8, length 256 (Neutral Residues, " in notes[0]
     assert settle(loaded, ["insert_layers"], context=100, processes=1)[0].length == 100
-    assert any("Neutral Residues" in note for note in notes)
     control, _ = settle(loaded, ["control_llm"], context=1024, processes=1)
     assert (control.lr, control.min_lr, control.weight_decay, control.clip) == (1e-3, 2e-4, 0.1 * 1e-3, 1.0)
 
@@ -62,7 +62,7 @@ FROM = {
 def test_notes_name_the_operation_and_its_own_paper(operation: str, tmp_path: Path) -> None:
     loaded = written(tmp_path, SMALLEST.replace(", role: original", ""))
     _, notes = settle(loaded, ["mixture_of_control", operation], context=1024, processes=1)
-    assert f"what the config leaves out has the defaults of {operation}: {FROM.get(operation, '')}" in notes[0]
+    assert notes[0].startswith(f"defaults of {operation}: lr ") and f" ({FROM.get(operation, '')}" in notes[0]
     mixes = {"gated_adapters": "10%", "pmoe_experts": "1%"}.get(operation)
     said = f"no source has the role `original`; the paper of {operation} mixes in {mixes} of what the base knows"
     assert (said in notes) is (mixes is not None)
@@ -128,7 +128,7 @@ def test_fewer_sequences_at_a_time_make_more_micro_batches(tmp_path: Path) -> No
 def test_an_operation_that_is_unknown_here_gets_values_that_no_paper_gave(tmp_path: Path) -> None:
     settings, notes = settle(written(tmp_path, SMALLEST), ["of_a_plugin"], context=64, processes=1)
     assert settings.lr == 5e-5
-    assert any("of of_a_plugin: no paper's but transformers'" in note for note in notes)
+    assert any("defaults of of_a_plugin: " in note and "(no paper's but transformers'" in note for note in notes)
 
 
 def test_every_default_can_be_overridden(tmp_path: Path) -> None:
@@ -137,7 +137,8 @@ def test_every_default_can_be_overridden(tmp_path: Path) -> None:
         "optimizer: {lr: 1e-3, min_lr: 1e-4, schedule: linear, warmup: 7, betas: [0.8, 0.9], weight_decay: 0.2,"
         " clip: 0}\n"
     )
-    settings, _ = settle(written(tmp_path, text), ["control_llm"], context=64, processes=2)
+    settings, notes = settle(written(tmp_path, text), ["control_llm"], context=64, processes=2)
+    assert notes == []
     assert settings.to_json() == {
         "steps": 100,
         "seed": 0,

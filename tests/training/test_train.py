@@ -142,10 +142,17 @@ def test_every_preserving_plan_starts_at_the_bases_loss_and_moves_nothing_else(
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    trained = surgeon.train(
-        grown(tmp_path), config(tmp_path, steps=40, dtype="float32"), tmp_path / "run", device="cpu"
-    )
+    path, heard = config(tmp_path, steps=40, dtype="float32"), Quiet()
+    trained = surgeon.train(grown(tmp_path), path, tmp_path / "run", device="cpu", listener=heard)
     assert trained is not None
+    defaults, what, packing, first = heard.said[:4]
+    assert defaults.startswith("defaults of gated_adapters: min_lr ")
+    assert what.startswith(f"trains {len(trained.changes)} tensors, {trained.parameters:,} numbers (gated_adapters), ")
+    assert what.endswith(", on fr, en: 96 tokens a step in windows of at most 24 tokens")
+    assert packing == "packing: documents isolated (checked)"
+    assert first.startswith("step 0: held-out loss in windows of at most 24 tokens: fr ")
+    held = [line for line in heard.said[4:] if "held-out" in line]
+    assert held and all("held-out loss in windows of at most 24 tokens: fr " in line for line in held)
     assert trained.losses["fr"][1] < trained.losses["fr"][0] - 0.2
     losses = [entry["loss"] for entry in trained.log if "loss" in entry]
     assert len(losses) == 40
@@ -154,9 +161,30 @@ def test_it_learns(tmp_path: Path) -> None:
     assert told["tokens_per_second"] == trained.tokens / trained.seconds
     assert told["peak_memory"] > sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
     shown = io.StringIO()
-    Console(file=shown, width=100).print(trained_view(trained))
+    Console(file=shown, width=200).print(trained_view(trained))
     assert f"{trained.tokens_per_second:,.0f} a second" in shown.getvalue()
     assert "peak memory" in shown.getvalue()
+    lines = [line.strip() for line in shown.getvalue().splitlines()]
+    assert lines[0].split() == ["source", "before", "after", "change"]
+    assert lines[3] == "held-out loss in windows of at most 24 tokens"
+    numbers = f"{len(trained.changes)} new tensors ({trained.parameters:,} numbers) trained"
+    assert lines[-1].endswith(f"run is complete: {numbers}; every other tensor is byte for byte the same")
+
+
+def test_the_last_line_says_how_much_of_the_base_trained(tmp_path: Path) -> None:
+    out = grown(tmp_path)
+    said = {}
+    for what in ("all", "base"):
+        trained = surgeon.train(out, config(tmp_path, steps=2, what=what), tmp_path / f"run-{what}", device="cpu")
+        assert trained is not None
+        shown = io.StringIO()
+        Console(file=shown, width=200).print(trained_view(trained))
+        said[what] = shown.getvalue().splitlines()[-1].partition(" is complete: ")[2]
+        number = len(trained.changes)
+    whole = len(surgeon.open_checkpoint(out).tensors)
+    assert said["all"].startswith(f"all {whole} tensors (") and said["all"].rstrip().endswith("numbers) trained")
+    assert f"numbers) trained, {number} of them the base's; every other tensor is byte" in said["base"]
+    assert said["base"].startswith(f"{number} tensors (") and number < whole
 
 
 def test_evaluations_and_checkpoints_are_no_part_of_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def lines(
     *,
     key: str,
     summary: str = "",
-    scattered: Sequence[Series] = (),
+    width: float = WIDTH,
     height: float = 206.0,
 ) -> Markup:
     """Draw lines over a common pair of axes, each with its name at its end.
@@ -117,25 +117,22 @@ def lines(
         up: the vertical axis
         key: unique on the page
         summary: the description for screen readers; by default each line's first and last value
-        scattered: series that are drawn only as faint marks
-        height: the height of the picture, which is `WIDTH` units wide
+        width: the picture's width, in units
+        height: its height
     """
     described = summary or "; ".join(
         f"{one.name}: {_short(one.points[0][1])} to {_short(one.points[-1][1])}" for one in series if one.points
     )
-    drawn = drawn_lines(series, across, up, size=(WIDTH, height), scattered=scattered)
-    return drawing(title, described, (WIDTH, height), drawn, key=key)
+    size = width, height
+    return drawing(title, described, size, drawn_lines(series, across, up, size=size), key=key)
 
 
-def drawn_lines(
-    series: Sequence[Series], across: Axis, up: Axis, *, size: Pair, scattered: Sequence[Series] = ()
-) -> Markup:
+def drawn_lines(series: Sequence[Series], across: Axis, up: Axis, *, size: Pair) -> Markup:
     """Draw lines as a part of a picture, with axes and names, `size` units wide and tall."""
     names = [_cut(one.name) for one in series if one.name and one.points]
     margin = 8 + max((_LETTER * len(name) for name in names), default=2.0)
     frame = _Frame(across, up, size[0] - margin, size[1] - _BOTTOM)
     parts = [_axes(frame, size[0])]
-    parts += [_mark(*frame.at(point), one.classes + " faint") for one in scattered for point in one.points]
     for one in sorted(series, key=lambda one: not one.muted):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(frame.at, one.points))
         parts.append(el("polyline", points=path, class_=f"line {one.classes}"))
@@ -146,7 +143,7 @@ def drawn_lines(
     # Place names first: a value at the rim may be left out, a name may not.
     labels = _Labels(frame)
     parts += [labels.name(one) for one in series if one.name and one.points]
-    outside = [(point, one) for one in (*series, *scattered) for point in one.points if frame.beyond(point)]
+    outside = [(point, one) for one in series for point in one.points if frame.beyond(point)]
     parts += [part for point, one in outside for part in labels.at_the_rim(point, one)]
     return el("g", *parts)
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from surgeon import Answer, Checkpoint, HeldOut, check_model, kept_table, open_checkpoint, read_prompts
 from surgeon.common import devices
+from surgeon.common.formatting import windows
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
@@ -187,7 +188,7 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
         parts += [Text()] * bool(parts) + [kept_table(kept)]
     for number, prompt in enumerate(evaluation.prompts):
         answers = FittedTable(headings=False)
-        answers.add_row(Text("prompt", style="bold"), Text(_lines(prompt), style="bold"))
+        answers.add_row(Text("prompt", style="bold"), Text(visible(prompt), style="bold"))
         for row in evaluation.models:
             answers.add_row(printable(row.model), _answer(row.answers[number]))
         # An empty line, except before the first table.
@@ -198,11 +199,11 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
 def _answer(answer: Answer) -> Text:
     """Return the text of an answer, marked where it was cut off or has no words."""
     words = answer.text.strip()
-    text = Text(_lines(words)) if words else Text("(no words)", style="dim")
+    text = Text(visible(words)) if words else Text("(no words)", style="dim")
     return text if answer.ended else text.append(" …", style="dim")
 
 
-def _lines(text: str) -> str:
+def visible(text: str) -> str:
     """Return text of a model or a user with invisible characters escaped, except the ends of lines."""
     return "\n".join(printable(line, sys.maxsize) for line in text.split("\n"))
 
@@ -227,5 +228,5 @@ def _scores(evaluation: Evaluation[Any], length: int) -> list[RenderableType]:
             names = [Text(found.source if found is first else "", style="bold"), Text(printable(row.model))]
             kl = [Text("" if found.apart is None else f"{found.apart.value:.4f}")] * bool(apart)
             table.add_row(*names, *found.figures(), *kl, *([found.difference_cell()] if compared else []))
-    notes = f"{', '.join(cell.size for cell in cells)}; {cells[0].reading.format(length=length)}"
+    notes = f"{', '.join(cell.size for cell in cells)}; {windows(length)}; {cells[0].reading}"
     return [table, Text(), Text(notes, style="dim")]

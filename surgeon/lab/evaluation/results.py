@@ -27,7 +27,7 @@ _KEYS = {"nbytes": "bytes", "apart": "kl"}
 class Cell(ABC):
     """The scores of one model on one source, with their form in tables and in JSON."""
 
-    # Headings of the scores' columns, heading of the difference's column, and words on length and intervals.
+    # Headings of the scores' columns, heading of the difference's column, and words on intervals.
     columns: ClassVar[tuple[str, ...]]
     difference: ClassVar[str]
     reading: ClassVar[str]
@@ -76,7 +76,7 @@ class SourceScores(Cell):
 
     columns: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "bits/byte", "right")
     difference: ClassVar[str] = "Δ"
-    reading: ClassVar[str] = "windows of at most {length:,} tokens; [ ] 95 % confidence, over documents"
+    reading: ClassVar[str] = "[ ] 95 % confidence, over documents"
 
     documents: int
     tokens: int
@@ -135,7 +135,7 @@ class LabelScores(Cell):
 
     columns: ClassVar[tuple[str, ...]] = ("loss", "right", "F1", "Matthews")
     difference: ClassVar[str] = "Δ right"
-    reading: ClassVar[str] = "at most {length:,} tokens of each; [ ] 95 % confidence, over texts"
+    reading: ClassVar[str] = "[ ] 95 % confidence, over texts"
 
     examples: int
     loss: Ratio

@@ -130,6 +130,8 @@ def compare(
     target = Path(results)
     opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
     loaded = _fitted(loaded, opened, target, trust_remote_code=trust_remote_code)
+    for note in loaded.notes:
+        listener.say(note)
 
     from surgeon.lab.studies.study import Request
 
@@ -177,7 +179,8 @@ def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compar
             _make_kept(request.kept)
         with working_in(request.work, target=target, marker=STUDY_FILE):
             course = Course.open(request)
-            workers = Here() if jobs == 1 else Processes(jobs, logs=request.work, gpus=gpus)
+            tell = request.listener.rename
+            workers = Here(tell) if jobs == 1 else Processes(jobs, logs=request.work, gpus=gpus, tell=tell)
             try:
                 with workers:
                     course.carry_out(workers)

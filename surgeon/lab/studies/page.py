@@ -1,13 +1,12 @@
-"""The HTML page of a study (template comparison.html), and its figures.
+"""The HTML page of a study (template comparison.html), and its figure.
 
-Each figure shows the frontiers of one method, forgetting against learning, with full fine-tuning in grey.
+The figure shows the frontiers of the best methods, forgetting against learning, with full fine-tuning's in grey.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from surgeon.common.page.document import rendered
@@ -29,14 +28,11 @@ _FORGETS = {
 
 def render(found: Findings) -> str:
     """Return the page as HTML."""
-    drawn = panels_of(found)
-    panels = []
-    if drawn is not None:
-        panels = [(panel, drawn.figure(panel, f"frontier-{nth}")) for nth, panel in enumerate(drawn.panels)]
     return rendered(
         _TEMPLATE,
         found=found,
-        panels=panels,
+        ranked=sorted(found.rows, key=_order),
+        figure=_figure(found),
         steps=_steps(found),
         chosen=any(point.chosen for row in found.rows for point in row.points),
         forgets=_FORGETS,
@@ -68,47 +64,41 @@ _TIMES, _LEAST = 8.0, 0.01
 _FULL = "full"
 
 
-@dataclass(frozen=True)
-class Panel:
-    """The figure of one method: a line per remedy, full fine-tuning's lines in grey, and points that are on no line."""
-
-    title: str
-    words: str
-    series: tuple[Series, ...]
-    scattered: tuple[Series, ...]
+# The most methods in the figure, and its size in units.
+_METHODS, _WIDTH, _HEIGHT = 3, 480.0, 300.0
 
 
-@dataclass(frozen=True)
-class Panels:
-    """All panels of a study, drawn on the same two axes."""
+def _figure(found: Findings) -> Markup | None:
+    """Return the figure: the best row of each of the best methods, and full fine-tuning's rows with the same remedies.
 
-    across: Axis
-    up: Axis
-    panels: tuple[Panel, ...]
-
-    def figure(self, panel: Panel, key: str) -> Markup:
-        """Return one panel as a figure."""
-        title = f"{panel.title}: forgetting against learning"
-        return lines(title, panel.series, self.across, self.up, key=key, summary=panel.words, scattered=panel.scattered)
-
-
-def panels_of(found: Findings) -> Panels | None:
-    """Return one panel per method, the method with the smallest area first; None where no run has finite losses."""
-    rows = [row for row in found.rows if row.means()]
+    None where no run has finite losses.
+    """
+    best: dict[str, Row] = {}
+    full = []
+    for row in sorted((row for row in found.rows if row.means()), key=_order):
+        if row.kind != _FULL:
+            best.setdefault(row.method, row)
+        else:
+            full.append(row)
+    shown = [*best.values()][:_METHODS]
+    remedies = {row.remedy for row in shown}
+    rows = [*shown, *(row for row in full if row.remedy in remedies and not row.blended)] if shown else full
     if not rows:
         return None
-    remedies = list(dict.fromkeys(row.remedy for row in found.rows))
-    full = [row for row in rows if row.kind == _FULL]
-    methods: dict[str, list[Row]] = {}
-    for row in sorted((row for row in rows if row.kind != _FULL), key=_order):
-        methods.setdefault(row.method, []).append(row)
-    if not methods:
-        methods, full = {row.method: [row] for row in full}, []
-    beside = [_series(found, row, remedies, muted=True) for row in full]
-    panels = tuple(_panel(found, of_method, beside, remedies) for of_method in methods.values())
-    every = [point for panel in panels for one in panel.series for point in one.points]
-    across = Axis.over(f"learned, {found.unit}", (x for x, _ in every))
-    return Panels(across, _up(f"forgotten, {found.unit}", [y for _, y in every]), panels)
+    series, across, up = frontiers(found, rows)
+    return lines("Forgetting against learning", series, across, up, key="frontiers", width=_WIDTH, height=_HEIGHT)
+
+
+def frontiers(found: Findings, rows: Sequence[Row]) -> tuple[list[Series], Axis, Axis]:
+    """Return rows' frontiers as lines, and the axes of learning and forgetting; full fine-tuning beside others is grey.
+
+    A line's points have their intervals over seeds.
+    """
+    beside = any(row.kind != _FULL for row in rows)
+    found_lines = [_series(found, row, nth, muted=beside and row.kind == _FULL) for nth, row in enumerate(rows)]
+    points = [point for one in found_lines for point in one.points]
+    across = Axis.over(f"learned, {found.unit}", (x for x, _ in points))
+    return found_lines, across, _up(f"forgotten, {found.unit}", [y for _, y in points])
 
 
 def _order(row: Row) -> tuple[float, str]:
@@ -126,32 +116,14 @@ def _up(words: str, values: Sequence[float]) -> Axis:
     return Axis.over(words, ordered, high=high)
 
 
-def _panel(found: Findings, rows: Sequence[Row], beside: Sequence[Series], remedies: Sequence[str]) -> Panel:
-    """Return the panel of one method, from one row for each remedy."""
-    rows = sorted(rows, key=lambda row: remedies.index(row.remedy))
-    own = [_series(found, row, remedies) for row in rows]
-    title = rows[0].label.removesuffix(f", {rows[0].remedy}")
-    scattered = [
-        Series(row.remedy, [point for point in _moved(found, row.means()) if point not in set(one.points)], one.style)
-        for row, one in zip(rows, own, strict=True)
-    ]
-    words = "; ".join(
-        f"{one.name}: learned {one.points[-1][0]:.3g}, forgot {one.points[-1][1]:.3g} at most" for one in own
-    )
-    return Panel(title, words, (*beside, *own), tuple(scattered))
-
-
-def _series(found: Findings, row: Row, remedies: Sequence[str], *, muted: bool = False) -> Series:
+def _series(found: Findings, row: Row, style: int, *, muted: bool) -> Series:
     """Return a row's frontier as a line, each point with its interval over seeds."""
     frontier = set(row.mean_frontier())
     points = sorted(
         (point for point in row.means() if (point.new, point.original) in frontier), key=lambda point: -point.new
     )
-    several = len(remedies) > 1
-    name = (f"full, {row.remedy}" if several else "full") if muted else row.remedy if several else "this method"
-    return Series(
-        name, _moved(found, points), remedies.index(row.remedy) % 6, [_half(row, point) for point in points], muted
-    )
+    name = f"{row.method}, {row.remedy}{', blended' * row.blended}"
+    return Series(name, _moved(found, points), style, [_half(row, point) for point in points], muted)
 
 
 def _moved(found: Findings, points: Iterable[Point]) -> list[Pair]:

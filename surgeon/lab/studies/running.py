@@ -31,11 +31,12 @@ from surgeon import (
     write_blend,
 )
 from surgeon.common.devices import one_thread
-from surgeon.common.listener import Quiet
+from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plugins import blamed
 from surgeon.errors import BadInput, Diverged, Mistakes, SurgeonError
 from surgeon.lab.studies.budget import Deadline
 from surgeon.lab.studies.config.settings import RECALLED, seeded_plan
+from surgeon.lab.studies.schedule import Run
 
 Task = dict[str, Any]
 Answer = dict[str, Any]
@@ -49,12 +50,34 @@ _bases: dict[str, Any] = {}
 _cut_by_base: dict[tuple[str, str], dict[str, Windows]] = {}
 
 
-def carry_out(task: Task) -> Answer:
-    """Carry out a task; return its result with `seconds`, or `error` with lines that explain what is wrong."""
+class _Progress(Quiet):
+    """A listener that tells at every hundredth of a stage how far it is."""
+
+    def __init__(self, tell: Callable[[str], None], what: str) -> None:
+        super().__init__()
+        self._tell, self._what = tell, what
+
+    def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
+        """Begin a stage."""
+        self._stage, self._total, self._done = stage, max(1, total), 0
+
+    def advance(self, count: int) -> None:
+        """Count units of the stage; tell where a further hundredth is done."""
+        before, self._done = self._done, self._done + count
+        if 100 * before // self._total < 100 * self._done // self._total:
+            self._tell(f"{self._what}: {self._stage} {self._done:,} of {self._total:,}")
+
+
+def carry_out(task: Task, tell: Callable[[str], None] = lambda _text: None) -> Answer:
+    """Carry out a task; return its result with `seconds`, or `error` with lines that explain what is wrong.
+
+    `tell` receives how far it is.
+    """
+    listener = _Progress(tell, Run(*task["run"]).words if "run" in task else task.get("method", "the base"))
     begun = time.perf_counter()
     try:
         with one_thread():
-            found = _TASKS[task["do"]](task)
+            found = _TASKS[task["do"]](task, listener)
     except SurgeonError as error:
         lines = list(error.lines) if isinstance(error, Mistakes) else [str(error)]
         return {"error": lines}
@@ -65,7 +88,7 @@ def carry_out(task: Task) -> Answer:
     return {**found, "seconds": round(time.perf_counter() - begun, 3)}
 
 
-def _recall(task: Task) -> Answer:
+def _recall(task: Task, listener: Listener) -> Answer:
     """Let the base write text; return the number of its tokens."""
     made = recall(
         task["base"],
@@ -76,11 +99,12 @@ def _recall(task: Task) -> Answer:
         take_over=task["take_over"],
         device=task["device"],
         trust_remote_code=task["trust_remote_code"],
+        listener=listener,
     )
     return {"tokens": made.counts.tokens}
 
 
-def _grow(task: Task) -> Answer:
+def _grow(task: Task, listener: Listener) -> Answer:
     """Grow the base by a plan with the task's seed."""
     apply(
         seeded_plan(task["plan"], task["source"], task["seed"]),
@@ -89,12 +113,12 @@ def _grow(task: Task) -> Answer:
         revision=task["revision"],
         device=task["device"],
         trust_remote_code=task["trust_remote_code"],
-        listener=Quiet(),
+        listener=listener,
     )
     return {}
 
 
-def _run(task: Task) -> Answer:
+def _run(task: Task, listener: Listener) -> Answer:
     """Train a run and measure it and its blends; a run that diverges gets no losses, but the reason."""
     target = Path(task["to"])
     if target.exists():
@@ -107,7 +131,7 @@ def _run(task: Task) -> Answer:
             target,
             device=task["device"],
             trust_remote_code=task["trust_remote_code"],
-            listener=Quiet() if task["limit"] is None else Deadline(*task["limit"]),
+            listener=listener if task["limit"] is None else Deadline(*task["limit"]),
         )
     except Diverged as error:
         discard_run(target)
@@ -138,7 +162,7 @@ def _blended(task: Task, run: Path) -> dict[str, Any]:
     return found
 
 
-def _texts(task: Task) -> Answer:
+def _texts(task: Task, listener: Listener) -> Answer:
     """Read all texts to the end, to find errors before long work; measured texts must have held-out documents."""
     seen: set[tuple[Any, ...]] = set()
     for path in task["configs"]:
@@ -153,7 +177,7 @@ def _texts(task: Task) -> Answer:
     return {}
 
 
-def _base(task: Task) -> Answer:
+def _base(task: Task, listener: Listener) -> Answer:
     """Measure the base."""
     return {"measured": _measured(task, Path(task["base"]))}
 
@@ -201,7 +225,7 @@ def _base_model(task: Task) -> Any:
     return _bases[task["base"]]
 
 
-_TASKS: dict[str, Callable[[Task], Answer]] = {
+_TASKS: dict[str, Callable[[Task, Listener], Answer]] = {
     "texts": _texts,
     "recall": _recall,
     "grow": _grow,

@@ -338,6 +338,7 @@ class Course:
     def _run_task(self, run: Run, out: Path) -> Task:
         """Mark a run as in progress; return the task that trains it on the model `out` and measures it."""
         self.busy.add(run)
+        self.request.listener.say(f"{run.words}: begun")
         request, budget = self.request, self.budget
         # `limit` is [limit in minutes, seconds left] only where a limit was given and no run's time is known yet.
         return self._task(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,8 +26,9 @@ PYTHON = [sys.executable]
 class Here:
     """A worker that carries out tasks in this process, one at a time."""
 
-    def __init__(self) -> None:
-        """Begin without a task."""
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """Begin without a task; `tell` receives how far one is."""
+        self._tell = tell
         self._task: Task | None = None
 
     def __enter__(self) -> Self:
@@ -52,7 +54,7 @@ class Here:
 
         assert self._task is not None
         task, self._task = self._task, None
-        return task, carry_out(task)
+        return task, carry_out(task, self._tell)
 
 
 class Processes:
@@ -61,8 +63,10 @@ class Processes:
     The stderr of worker N goes to `logs`/worker-N.log.
     """
 
-    def __init__(self, count: int, *, logs: Path, gpus: int = 0) -> None:
-        """Set up the pool; the processes start when its context begins."""
+    def __init__(self, count: int, *, logs: Path, tell: Callable[[str], None], gpus: int = 0) -> None:
+        """Set up the pool; the processes start when its context begins. `tell` receives how far a task is."""
+        self._tell = tell
+        self._read = [b""] * count
         self._count = count
         self._logs = logs
         self._gpus = gpus
@@ -129,12 +133,14 @@ class Processes:
         assert self._tasks
         while True:
             for key, _ in self._selector.select():
-                pipe = self._all[key.data].stdout
-                assert pipe is not None
-                line = pipe.readline()
-                if not line.endswith(b"\n"):
+                # Not by the pipe's own buffer: what waits there is not seen by `select`.
+                if not (read := os.read(key.fd, 1 << 16)):
                     raise self._gone(key.data)
-                return self._tasks.pop(key.data), json.loads(line)
+                *lines, self._read[key.data] = (self._read[key.data] + read).split(b"\n")
+                for message in map(json.loads, lines):
+                    if "at" not in message:
+                        return self._tasks.pop(key.data), message
+                    self._tell(message["at"])
 
     def _gone(self, number: int) -> BadInput:
         """Wait for a worker that has ended; return the error with its exit status and the last line of its log."""
@@ -172,11 +178,15 @@ def serve() -> None:
     threading.Thread(target=read, daemon=True).start()
     from surgeon.lab.studies.running import carry_out
 
+    def send(answer: Answer) -> None:
+        """Write one line to the study."""
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
     try:
         while True:
             there.acquire()
-            answers.write(json.dumps(carry_out(json.loads(tasks.pop(0)))).encode() + b"\n")
-            answers.flush()
+            send(carry_out(json.loads(tasks.pop(0)), lambda text: send({"at": text})))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

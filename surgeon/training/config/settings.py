@@ -77,15 +77,11 @@ def settle(
     batch, micro_batch, accumulation = _batches(loaded, processes, wrong)
     lr, min_lr = _rates(loaded, paper, wrong)
     last = printable(operations[-1]) if operations else "finetuning"
-    notes = [f"peak rate {lr:g}; what the config leaves out has the defaults of {last}: {paper.source}"]
-    if config.batch is None and config.minutes is None:
-        notes.append(f"`batch` and `length` are small where they are left out: {batch} × {length} in this run")
     warmup_steps = _warmup_steps(loaded, paper, steps, wrong)
     if wrong:
         raise bad_input(wrong)
-    notes += _about_original(config, paper, last)
     decay = paper.weight_decay + paper.decay_of_rate * lr
-    return Settings(
+    settings = Settings(
         steps=steps,
         seed=config.seed,
         batch=batch,
@@ -99,7 +95,13 @@ def settle(
         betas=(given.betas[0], given.betas[1]) if given.betas else paper.betas,
         weight_decay=decay if given.weight_decay is None else given.weight_decay,
         clip=paper.clip if given.clip is None else given.clip,
-    ), notes
+    )
+    values = vars(settings) | {"warmup": warmup_steps}
+    left = [key for key, value in (*given, ("batch", config.batch), ("length", config.length)) if value is None]
+    notes = [f"defaults of {last}: {', '.join(f'{key} {values[key]}' for key in left)}"] if left else []
+    if given.lr is None:
+        notes[0] += f" ({paper.source})"
+    return settings, notes + _about_original(config, paper, last)
 
 
 def _length(loaded: LoadedConfig, context: object, wrong: list[str]) -> int:

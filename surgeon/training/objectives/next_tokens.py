@@ -103,7 +103,7 @@ class NextTokens(Objective):
         config, settings = run.loaded.config, run.settings
         how = f"({printable(implementation_of(model))}), {settings.length} tokens a sequence"
         if config.packing == "joined":
-            run.say(f"documents packed one after the other, attention across them {how}, as `packing: joined` asks")
+            run.say("packing: documents joined, attention across them")
             return
         special = {*run.data.mixture.streams[0].encoder.tokenizer.all_special_ids}
         ids = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]
@@ -131,7 +131,7 @@ class NextTokens(Objective):
                 " attention also hands boundaries to layers that carry a state, for which they need kernels of their"
                 " own"
             )
-        run.say(f"documents packed without attention across them {how}; {found.shown}")
+        run.say("packing: documents isolated (checked)")
         if found.by_grafts:
             run.say(
                 "what was added reads more than one document, as its operation says: with it a document's states change"
@@ -147,7 +147,6 @@ class NextTokens(Objective):
         kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)
         if kind == "torch":
             return FusedHead(model, kind) if any(remedy.reads_head for remedy in run.remedies) else None
-        run.say(f"cross-entropy: {kind}, without all {tokens:,} × {vocabulary:,} logits at once")
         return FusedHead(model, kind)
 
     def batch(self, run: Run, sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:

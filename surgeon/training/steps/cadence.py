@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from surgeon.common.formatting import windows
 from surgeon.training.run import Run
 
 
@@ -62,7 +63,7 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
                 f"{name} {loss:.4f}" + ("" if right[name] is None else f" ({right[name]:.1%} right)")
                 for name, loss in held.items()
             )
-            self.run.say(f"step {state.global_step}: held-out loss {shown}")
+            self.run.say(f"step {state.global_step}: held-out loss in {windows(self.run.settings.length)}: {shown}")
             if self.listener is not None:
                 self.listener.rename(f"training ({shown})")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.lab.studies import running, workers
 from surgeon.lab.studies.compare import Compared
+from surgeon.lab.studies.config import loading, settings
 from surgeon.lab.studies.config.loading import load_study
 from surgeon.lab.studies.config.settings import suited, training_config
 from surgeon.lab.studies.page import render
 from surgeon.lab.studies.records import RUNS_FILE, Record, losses_of, read_packed
+from surgeon.plan.shipped import folder
 from surgeon.training.config.loading import load_config
 from surgeon.training.remedies import blend as blending
 from tests import tiny, vocabularies
@@ -61,6 +64,7 @@ class Whole:
     folder: Path
     told: Compared
     said: list[str]
+    names: list[str]
 
 
 def carried_out(folder: Path, results: str = "results", **asked: Any) -> Compared:
@@ -76,14 +80,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     corpus(folder / "known.jsonl", seed=2, count=20, documents=10)
     (folder / "study.yaml").write_text(STUDY, encoding="utf-8")
     heard = Heard()
-    return Whole(folder, carried_out(folder, jobs=1, listener=heard), heard.lines)
+    return Whole(folder, carried_out(folder, jobs=1, listener=heard), heard.lines, heard.names)
 
 
 class Heard(Quiet):
-    """Keeps what is said."""
+    """Keeps what is said, and what the bar is called."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.names: list[str] = []
+
+    def rename(self, stage: str) -> None:
+        """Keep it."""
+        self.names.append(stage)
 
     def say(self, line: str) -> None:
         """Keep it."""
@@ -115,8 +124,12 @@ def test_each_method_has_its_frontier_of_finished_runs(whole: Whole) -> None:
     found = whole.told.findings
     assert whole.told.made == 8 and [len(row.points) for row in found.rows] == [4, 8, 4, 8]
     assert not found.missing and found.unit == "nats a token"
+    # How far one is, and which run it is of.
+    assert f"full, recalled, rate {found.rows[0].points[0].rate:g}, seed 0: training 3 of 3" in whole.names
+    assert any(name.startswith("the base: ") for name in whole.names)
+    assert sum(line.endswith(": begun") for line in whole.said) == 8
     # What is ahead is said before the first run, and again once it is known how long one takes.
-    ahead, *said = whole.said[2:]
+    ahead, *said = (line for line in whole.said[2:] if not line.endswith(": begun"))
     assert ahead == "8 runs to make at least; each is a line here once it is measured"
     assert [": new " in line for line in said] == [True, False] + 7 * [True]
     assert re.fullmatch(r"a run took \d+ s: 7 more take about \d+ s", said[1])
@@ -280,12 +293,26 @@ def test_a_worker_that_fails_says_what_last(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f":{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(workers, "PYTHON", python)
-    with workers.Processes(1, logs=tmp_path, gpus=0) as started:
+    with workers.Processes(1, logs=tmp_path, tell=print) as started:
         started.begin({"do": "nothing that it knows"})
         with pytest.raises(
             BadInput, match=r"worker-0.log: a worker ended with 1 \(KeyError: 'nothing that it knows'\)"
         ):
             started.wait()
+
+
+def test_a_worker_tells_how_far_it_is(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "PYTHON", warm())
+    told: list[str] = []
+    plan = (folder() / "neutral-residues.yaml").read_text(encoding="utf-8")
+    task = {"do": "grow", "method": "wide", "seed": 0, "plan": plan, "source": "plan", "to": str(tmp_path / "grown")}
+    by = {"base": str(whole.folder / "base"), "revision": None, "device": "cpu", "trust_remote_code": False}
+    with workers.Processes(1, logs=tmp_path, tell=told.append) as started:
+        started.begin(task | by)
+        done, answer = started.wait()
+    assert done == task | by and answer.keys() == {"seconds"} and (tmp_path / "grown").is_dir()
+    assert told and all(re.fullmatch(r"wide: .+ [\d,]+ of [\d,]+", line) for line in told)
+    assert len(told) <= 100 * len({line.rpartition(" of ")[0].rsplit(" ", 1)[0] for line in told})
 
 
 def test_more_rates_keep_what_is_there_and_another_study_is_refused(
@@ -315,9 +342,9 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(
     # A record of the first seed that is lost is made again, and those of others are taken in after it.
     carry_out, made = running.carry_out, []
 
-    def known(task: dict[str, Any]) -> dict[str, Any]:
+    def known(task: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
         if task["do"] not in ("run", "grow"):
-            return carry_out(task)
+            return carry_out(task, tell)
         made.append(task["do"])
         return {**lines[1]["record"], "seconds": 1.0}
 
@@ -429,6 +456,21 @@ def test_methods_that_say_no_more_are_as_the_base_allows(tmp_path: Path) -> None
     assert suited(loaded, surgeon.open_checkpoint(tiny.checkpoint(tmp_path / "llama", "llama"))) is loaded
 
 
+def test_the_study_quick_goes_without_lora_where_peft_is_not_there(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {"new": [whole.folder / "new.jsonl"], "original": [whole.folder / "known.jsonl"]}
+    base = surgeon.open_checkpoint(whole.folder / "base")
+    with_it = [method.called for method in suited(load_study("quick", **texts), base).config.all_methods]
+    for module in (loading, settings):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    found = suited(load_study("quick", **texts), base)
+    assert [method.called for method in found.config.all_methods] == [each for each in with_it if each != "lora"]
+    assert with_it[:3] == ["full", "lora", "partial"]
+    (note,) = (note for note in found.notes if "LoRA" in note)
+    assert note.startswith("LoRA is left out: it needs PEFT, which is not installed; run `pip install ")
+
+
 @pytest.fixture
 def page(whole: Whole) -> Iterator[Reader]:
     reader = Reader()
@@ -449,6 +491,23 @@ def test_the_page_says_what_was_found_and_runs_nothing(whole: Whole, page: Reade
     assert {"path", "page", "made", "seconds"} == whole.told.to_json().keys() - result.keys()
     assert repr(whole.told).startswith("Compared(") and "8 runs" in repr(whole.told)
     check_json(whole.told)
+
+
+def test_the_figure_has_the_best_methods_and_full_fine_tuning_with_their_remedies() -> None:
+    found = findings_of("frontier_en-llama-8m")
+    drawn = re.findall(r'class="name (s\d)( muted)?">([^<]+)', render(found))
+    coloured = [name for _, muted, name in drawn if not muted]
+    ranked = sorted((row for row in found.rows if row.area and row.kind != "full"), key=lambda row: row.area.mean)
+    best: dict[str, Any] = {}
+    for row in ranked:
+        best.setdefault(row.method, row)
+    first = [*best.values()][:3]
+    assert [name[:19] for name in coloured] == [f"{row.method}, {row.remedy}"[:19] for row in first]
+    grey = {name for _, muted, name in drawn if muted}
+    assert grey == {f"full, {row.remedy}"[:20] for row in first}
+    rows = re.findall(r"<tr><t[hd][^>]*>([^<]+)</t[hd]>", html.unescape(render(found)))
+    places = [rows.index(row.label) for row in ranked]
+    assert places == sorted(places)
 
 
 def test_the_table_fits_and_the_same_command_has_nothing_to_do(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:

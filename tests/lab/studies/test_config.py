@@ -51,12 +51,13 @@ def test_lora_without_peft_is_refused_with_the_line_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    asked = SMALLEST.replace("methods: [", "methods: [lora, ")
     with pytest.raises(
         BadInput, match=r"study\.yaml: the method lora needs PEFT, .*; run `pip install -e '\.\[peft\]'`"
     ):
-        written(tmp_path)
-    # Where no method is one, nothing is asked for.
-    written(tmp_path, SMALLEST + "peers: false\n")
+        written(tmp_path, asked)
+    # Where the file asks for none, it is left out (`suited`).
+    written(tmp_path)
 
 
 def test_every_comparison_has_the_peers_first(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def load_study(
             f"{loaded.shown}: a remedy replays text, and the study has none; give `original:` (--original"
             " FILE), or let the remedy replay what the base writes (`source: recall`)"
         )
-    if any(method.lora is not None for method in config.all_methods) and find_spec("peft") is None:
+    if any(method.lora is not None for method in config.methods) and find_spec("peft") is None:
         wrong.append(lacking(f"{loaded.shown}: the method lora", "PEFT", "peft"))
     wrong += _absent(loaded)
     wrong += _learned_and_kept(loaded)

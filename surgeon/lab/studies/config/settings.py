@@ -6,9 +6,11 @@ The training config has the same keys as one that a person writes for `surgeon t
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from surgeon import Checkpoint, GenerateSpec, LoadedPlan, parse_plan
+from surgeon.common.installation import lacking
 from surgeon.common.schema import NEW, ORIGINAL
 from surgeon.errors import BadInput, printable
 from surgeon.lab.studies.config.entries import MethodSpec, Partial, Remedy, StudyText
@@ -187,7 +189,7 @@ def suited(loaded: LoadedStudy, base: Checkpoint) -> LoadedStudy:
     """Return the study with LoRA targets and partial layers chosen for this base, where the file leaves them out.
 
     `notes` lists the differences from the usual choice. A LoRA that the file does not ask for is left out where the
-    base has no linear module.
+    base has no linear module, or PEFT is not installed.
     """
     asked = {method.called for method in loaded.config.methods}
     methods, notes = [], []
@@ -210,6 +212,8 @@ def _fitting(method: MethodSpec, base: Checkpoint) -> tuple[MethodSpec | None, s
         if layers < method.partial.every:
             note = f"{method.words}: of the base's {layers} layers the last one trains (`partial: {{every: {layers}}}`)"
             return method.model_copy(update={"partial": Partial(every=layers)}), note
+    if method.lora is not None and find_spec("peft") is None:
+        return None, lacking(f"{method.words} is left out: it", "PEFT", "peft")
     if method.lora is not None and "targets" not in method.lora.model_fields_set:
         names, other = base.linear_modules()
         if other and not names:
