@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+import surgeon
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
@@ -37,7 +38,8 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(demo, "_PROMPTS_APART", 20)
     monkeypatch.setattr(demo, "_MEASURED", {"most": 3, "length": 64})
     monkeypatch.setattr(gate_fitting, "_STEPS", 20)
-    return folder
+    # A base may be an output itself, as one that is read from a GGUF file is.
+    return surgeon.apply("llama-pro", folder, tmp_path / "base").path
 
 
 @pytest.mark.slow
