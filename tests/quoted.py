@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import real_model as of_real_model
 from benchmarks import remedies as stronger_remedies
 from benchmarks.frontier import interval, table
 
@@ -36,11 +35,6 @@ def _study(base: str) -> dict[str, Any]:
 
 def _lines(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     return "\n".join(table(header, rows, left))
-
-
-def real_model() -> str:
-    """What runs on a chat model learned and kept."""
-    return "\n".join(of_real_model.summary(of_real_model.rows()))
 
 
 def runs() -> str:
@@ -194,7 +188,7 @@ def both_bases() -> str:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
-    each.__name__: each for each in (real_model, runs, beside_full, remedies, stronger, claims, both_bases)
+    each.__name__: each for each in (runs, beside_full, remedies, stronger, claims, both_bases)
 }
 
 
