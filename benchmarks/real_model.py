@@ -43,7 +43,7 @@ STEPS, BATCH, LENGTH = 40, 4, 128
 BLENDS = (0.5,)
 SEEDS = (0, 1, 2)
 # Held-out documents of each text, and of the new text for a study.
-DOCUMENTS = 12
+DOCUMENTS = 16
 NEW = "french"
 # Of everything that is measured or written: many CPUs have no products of bfloat16.
 DTYPE = "float32"

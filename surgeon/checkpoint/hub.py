@@ -23,7 +23,6 @@ from surgeon.checkpoint.folder import (
     MAX_CARD_BYTES,
     CheckpointFolder,
 )
-from surgeon.checkpoint.gguf_file import checkpoint_of, is_gguf
 from surgeon.checkpoint.header import Header, header_length, parse_header
 from surgeon.checkpoint.hub_calls import (
     TIMEOUT,
@@ -71,17 +70,8 @@ def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | 
     return repo_id, named or revision
 
 
-def locate(
-    base: str,
-    *,
-    revision: str | None,
-    code: bool = False,
-    download: bool = True,
-    say: Callable[[str], None] = lambda line: None,
-) -> Located:
+def locate(base: str, *, revision: str | None, code: bool = False, download: bool = True) -> Located:
     """Find a base: a local path, or `user/name[@revision]` on the Hub, downloaded into the cache where necessary.
-
-    A GGUF file becomes a checkpoint in the user's cache; `say` receives a line where that takes time.
 
     The download contains config, index, manifest, allow-listed side files and exactly the shards that hold the weights.
     It never contains a pickle, and contains Python files only with `code`. Offline or without `download`, only the
@@ -92,7 +82,7 @@ def locate(
     if Path(base).exists():
         if revision is not None:
             raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
-        return Located(checkpoint_of(Path(base), say=say) if is_gguf(Path(base)) else Path(base))
+        return Located(Path(base))
     repo_id, revision = id_and_revision(base, revision)
     if offline() or not download:
         return _cached(repo_id, revision)
@@ -174,7 +164,7 @@ def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: b
     """
     base = meant(str(base))
     if Path(base).exists():
-        return CheckpointFolder.open(locate(base, revision=None).path, trust_remote_code=trust_remote_code)
+        return CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     return remote_folder(base, revision, trust_remote_code=trust_remote_code)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, Protocol, Self
 
-from surgeon.checkpoint.gguf_file import GGUF_RECORD
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.errors import BadInput, printable
 
@@ -148,6 +147,8 @@ IMAGE_FILES = frozenset(
     }
 )
 
+# What a checkpoint that was read from a GGUF file says of that file.
+GGUF_RECORD = "gguf.json"
 _EXACT = frozenset(
     {
         "generation_config.json",

@@ -420,11 +420,14 @@ def demo(
     quiet: QuietOption = False,
 ) -> None:
     """Let a chat model learn French in four ways, and show what each learned and what it kept."""
+    from surgeon import report as write_report
     from surgeon.lab.learning.demo import demo_view, run_demo
 
     with listening(quiet) as listener:
         shown = run_demo(folder or Path("surgeon-demo"), base=base, steps=steps, listener=listener)
+        page = write_report(shown.folder / "layers", html=shown.folder / "report.html", listener=listener).html
     console().print(demo_view(shown))
+    console().print(f"report: {page}", markup=False)
     if not shown.holds:
         raise typer.Exit(3)
 

@@ -29,7 +29,6 @@ from surgeon._version import __version__
 from surgeon.anatomy.grafted_config import is_encoder
 from surgeon.anatomy.limits import context_of
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.hub import locate
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.common import devices
 from surgeon.common.checked_yaml import check_given
@@ -47,6 +46,7 @@ from surgeon.data.layouts import Document, document_of
 from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge, record_of
 from surgeon.data.specs import GenerateSpec, RowsSpec
 from surgeon.errors import BadInput, printable
+from surgeon.models.gguf_file import locate_base
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def recall(
     spec = check_given(
         GenerateSpec, tokens=tokens, prompts=prompts, temperature=temperature, top_p=top_p, length=length, batch=batch
     )
-    located = locate(str(base), revision=revision, code=trust_remote_code)
+    located = locate_base(str(base), revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     return recalled(
         folder,

@@ -4,7 +4,7 @@ transformers multiplies a number of FP8 (in blocks), of four bits (MXFP4) or of 
 them, whose package unpacks them) by its scale when it loads such a model in full precision. Here the products are
 stored, each rounded once, and the quantisation entry of config.json is removed.
 
-A GGUF file is a base whose numbers transformers' loader has made already (`surgeon.checkpoint.gguf_file`): they are
+A GGUF file is a base whose numbers transformers' loader has made already (`surgeon.models.gguf_file`): they are
 kept.
 """
 
@@ -21,9 +21,8 @@ from surgeon.anatomy.quantised import is_scale, packed_of
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, Outer
 from surgeon.blueprint.recipes import Copy, Dequantised, Recipe, Unpacked
-from surgeon.checkpoint.gguf_file import GGUF_RECORD
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
-from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
+from surgeon.checkpoint.source import GGUF_RECORD, MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.common.schema import Many

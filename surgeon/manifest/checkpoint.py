@@ -16,7 +16,7 @@ from surgeon.anatomy.limits import context_of, vocabulary_of
 from surgeon.anatomy.skeleton import wordless_auto
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo, check_dtype
-from surgeon.checkpoint.hub import id_and_revision, locate
+from surgeon.checkpoint.hub import id_and_revision
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.common.places import meant
@@ -25,6 +25,7 @@ from surgeon.grafts.composition import ATTENTION, FFN
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
 from surgeon.manifest.reading import manifest_of
+from surgeon.models.gguf_file import locate_base
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ def open_checkpoint(model: str | Path, *, revision: str | None = None, trust_rem
     `trust_remote_code`. Raises BadInput, in one line, for the first thing that is missing or wrong.
     """
     name = str(model)
-    located = locate(name, revision=revision, code=trust_remote_code)
+    located = locate_base(name, revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     return Checkpoint(name, folder, located.repo_id, located.revision)
 

@@ -232,6 +232,27 @@ def load_model(
     return model.eval()
 
 
+def load_gguf(file: Path) -> tuple[Any, list[str], Any]:
+    """Return (model in bfloat16, names of missing tensors, tokenizer) of a GGUF file, by transformers' own loader.
+
+    No code runs that is not transformers'. Raises what that loader raises.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        # Otherwise tensors stay packed where there are kernels for them.
+        quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
+        dtype=torch.bfloat16,
+        output_loading_info=True,
+    )
+    # Some versions keep the entry of a quantised model, whose weights are plain numbers by now.
+    model.hf_quantizer, model.is_quantized = None, False
+    vars(model.config).pop("quantization_config", None)
+    return model, sorted(info["missing_keys"]), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
 def _unreadable(folder: CheckpointFolder) -> str:
     """Return why transformers cannot read the weights of a quantised folder; empty where it can."""
     settings = quantisation(folder.config)

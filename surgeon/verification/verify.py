@@ -14,7 +14,6 @@ from surgeon.anatomy.grafted_config import is_grafted, native_config
 from surgeon.anatomy.limits import vocabulary_of
 from surgeon.anatomy.skeleton import reads_images, wordless_auto
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.hub import locate
 from surgeon.common import devices
 from surgeon.common.check import Check
 from surgeon.common.files import check_readable
@@ -22,6 +21,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
+from surgeon.models.gguf_file import locate_base
 from surgeon.verification.earlier import check_earlier, earlier_state
 from surgeon.verification.static import Drawn, bytes_to_read, check_static
 from surgeon.verification.verification import Verification
@@ -173,7 +173,7 @@ def _opened(name: str | Path, trust_remote_code: bool) -> CheckpointFolder:
 
     Raises BadInput where it is not found or cannot be read.
     """
-    located = locate(str(name), revision=None, code=trust_remote_code)
+    located = locate_base(str(name), code=trust_remote_code)
     return CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
 
 

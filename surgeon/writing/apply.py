@@ -13,7 +13,7 @@ from rich.text import Text
 
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES
 from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
-from surgeon.checkpoint.hub import locate, remote_folder
+from surgeon.checkpoint.hub import remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
@@ -27,6 +27,7 @@ from surgeon.errors import printable
 from surgeon.manifest.compose import BaseId
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import written_manifest
+from surgeon.models.gguf_file import locate_base
 from surgeon.operations.prepare import WeightsNeeded
 from surgeon.plan.plan import LoadedPlan
 from surgeon.writing.linked_shards import Moved
@@ -119,7 +120,7 @@ def apply(
         with contextlib.suppress(WeightsNeeded):
             proved(preview_of(loaded, headers), headers)
         adapters = headers.adapters
-    located = locate(base, revision=revision, code=trust_remote_code, say=listener.say)
+    located = locate_base(base, revision=revision, code=trust_remote_code, say=listener.say)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     opened = replace(opened_for(loaded, folder, listener=listener), adapters=adapters)
     shown = preview_of(loaded, opened, max_shard_bytes=max_shard_bytes, link=link)

@@ -19,7 +19,6 @@ from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer,
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CARD_FILE, MOST_AHEAD, CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.checkpoint.hub import open_headers
 from surgeon.checkpoint.tokenizer_ids import disagreement
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener, Quiet
@@ -27,6 +26,7 @@ from surgeon.errors import printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
+from surgeon.models.gguf_file import base_headers
 from surgeon.operations.prepare import Facts, OpenedBase, TextCounts
 from surgeon.plan.plan import LoadedPlan, draw, parse_plan, placed, prepare
 from surgeon.plan.shipped import load_named
@@ -180,7 +180,7 @@ def preview(
     everything `apply` would refuse before writing.
     """
     loaded = loaded_plan(plan, overrides)
-    folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
+    folder = base_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     opened = opened_for(loaded, folder, weights=False)
     return proved(preview_of(loaded, opened, link=link), opened)
 

@@ -26,16 +26,15 @@ from surgeon import (
     Trained,
     Verification,
     apply,
+    diff,
     evaluate,
     open_checkpoint,
     recall,
-    report,
     revert,
     train,
     verification_view,
     verify,
 )
-from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.common.devices import fast_dtype
 from surgeon.common.disk_space import writing
 from surgeon.common.listener import Listener
@@ -96,7 +95,7 @@ class Demo:
     evaluation: Evaluation[SourceScores]
     trained: Verification
     restored: bool
-    page: Path
+    folder: Path
     seconds: float
 
     @property
@@ -159,7 +158,7 @@ def run_demo(folder: Path, *, base: str | None = None, steps: int = 20, seed: in
             evaluation=evaluation,
             trained=verify(model, layers, logits=False, listener=listener),
             restored=restored,
-            page=Path(report(layers, html=folder / "report.html", listener=listener).html or ""),
+            folder=folder,
             seconds=time.perf_counter() - begun,
         )
 
@@ -259,8 +258,7 @@ class _Demo:
         back = self.folder / "back"
         # The base may be an output itself: the state before the last surgery, not the first of all.
         revert(run, back, base=base, listener=self.listener)
-        one, other = (CheckpointFolder.open(each) for each in (base, back))
-        same = digests_of(one, one.tensors, lambda _: None) == digests_of(other, other.tensors, lambda _: None)
+        same = diff(base, back, exact=True).identical
         shutil.rmtree(back)
         return same
 
@@ -311,7 +309,7 @@ def demo_view(demo: Demo) -> RenderableType:
     """Return the demo for the terminal: the proof, what was learned and kept, one question, undo, and what is next."""
     manifest = demo.applied.manifest
     base_layers, layers = manifest.base.layers, len(manifest.layers)
-    layers_folder = printable(str(demo.page.parent / "layers"))
+    layers_folder = printable(str(demo.folder / "layers"))
     return Group(
         Text(f"\n{base_layers} layers became {layers}", style="bold"),
         verification_view(demo.verification),
@@ -332,7 +330,7 @@ def demo_view(demo: Demo) -> RenderableType:
             else f"{layers_folder}: NOT every tensor of the base is in it; see: surgeon verify",
             style="bold green" if demo.trained.holds and demo.restored else "bold red",
         ),
-        Text(f"report: {printable(str(demo.page))}; {demo.seconds / 60:.1f} minutes in all"),
+        Text(f"{demo.seconds / 60:.1f} minutes in all"),
         Text(f"next: surgeon learn {printable(str(demo.base))} --new YOUR.jsonl --to OUT", style="dim"),
     )
 

@@ -23,12 +23,12 @@ from surgeon.anatomy.kinds import period_of
 from surgeon.blueprint.blueprint import Promise
 from surgeon.blueprint.draft import Draft
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.hub import open_headers
 from surgeon.common.formatting import show
 from surgeon.common.json_results import plain_fields
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
+from surgeon.models.gguf_file import base_headers
 from surgeon.operations import OPERATIONS
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.fusion import ways
@@ -135,7 +135,7 @@ def families(
         return Families(
             dict.fromkeys(USUAL_DECODERS, every), dict.fromkeys(USUAL_ENCODERS, some), metadata.version("transformers")
         )
-    folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
+    folder = base_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     anatomy = dissect_folder(folder)
     return KnownBase(
         base=str(base),

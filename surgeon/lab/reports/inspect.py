@@ -13,7 +13,6 @@ from surgeon.anatomy.anatomy import Anatomy, without_a_place
 from surgeon.anatomy.anatomy_cache import keep, recalled
 from surgeon.anatomy.dissect import dissect_folder
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.hub import open_headers
 from surgeon.checkpoint.trust import ForeignCode
 from surgeon.common.formatting import at_revision, count, listed, show
 from surgeon.common.promises import promise_of
@@ -22,6 +21,7 @@ from surgeon.errors import printable
 from surgeon.manifest.manifest import Manifest, TrainingEntry
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
+from surgeon.models.gguf_file import base_headers
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None, trust_remote
     broken checkpoint.
     """
     try:
-        opened = open_headers(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
+        opened = base_headers(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
     except ForeignCode:
         # Opening a folder runs no foreign code; analysing its layers would.
-        opened = open_headers(checkpoint, revision=revision, trust_remote_code=True)
+        opened = base_headers(checkpoint, revision=revision, trust_remote_code=True)
     a_look = opened.code == "foreign" and not trust_remote_code
     manifest = manifest_of(opened) if opened.manifest is not None else None
     anatomy = None

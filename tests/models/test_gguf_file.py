@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surgeon
-from surgeon.checkpoint import gguf_file
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
+from surgeon.models import gguf_file
 
 gguf = pytest.importorskip("gguf")
 

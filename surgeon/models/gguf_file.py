@@ -18,23 +18,46 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import Located, locate, open_headers
+from surgeon.checkpoint.source import GGUF_RECORD
 from surgeon.common.cache import cache_folder
 from surgeon.common.disk_space import check_room, writing
 from surgeon.common.installation import lacking
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 
-GGUF, GGUF_RECORD = ".gguf", "gguf.json"
+GGUF = ".gguf"
 _MAGIC = b"GGUF"
-# The dtype of the checkpoint, and its bytes a number.
-_DTYPE, _BYTES = "bfloat16", 2
+# The bytes of a number of the checkpoint.
+_BYTES = 2
 # Pre-tokenizers that split text as the loader's plain byte-level one does.
 _PLAIN = ("default", "gpt-2")
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a path is a file that is named as a GGUF."""
-    return path.suffix.lower() == GGUF and path.is_file()
+def locate_base(
+    base: str,
+    *,
+    revision: str | None = None,
+    code: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Located:
+    """Find a base as `locate` does; a GGUF file becomes a checkpoint in the user's cache.
+
+    `say` receives a line where that takes time. Raises BadInput as `locate` and `checkpoint_of` do.
+    """
+    file = Path(meant(base))
+    if file.suffix.lower() == GGUF and file.is_file() and revision is None:
+        return Located(checkpoint_of(file, say=say))
+    return locate(base, revision=revision, code=code)
+
+
+def base_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
+    """Open a base for callers that read no weights, as `open_headers` does; a GGUF file becomes a checkpoint first."""
+    if Path(meant(str(base))).is_file():
+        base = locate_base(str(base), revision=revision).path
+    return open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def checkpoint_of(file: Path, *, say: Callable[[str], None]) -> Path:
@@ -98,36 +121,23 @@ def _read(file: Path, shown: str) -> tuple[list[Any], dict[str, Any]]:
 
 def _convert(file: Path, to: Path, fields: dict[str, Any], shown: str) -> list[str]:
     """Save model and tokenizer as transformers loads them; return what the loader changed, a line each."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from surgeon.models.load import load_gguf
 
     # The loader's own bar is shown whatever transformers is asked.
     with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
         try:
-            # Without it tensors stay packed where there are kernels for them.
-            plain = GgufConfig(gguf_file=file.name, dequantize=True)
-            model, info = AutoModelForCausalLM.from_pretrained(
-                file.parent,
-                gguf_file=file.name,
-                quantization_config=plain,
-                dtype=getattr(torch, _DTYPE),
-                output_loading_info=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            model, missing, tokenizer = load_gguf(file)
         except LOAD_FAILURES as error:
             raise BadInput(
                 f"{shown}: transformers does not load it ({first_line(error)}); give the safetensors checkpoint that"
                 " it was made from"
             ) from None
-        if missing := sorted(info["missing_keys"]):
+        if missing:
             raise BadInput(
                 f"{shown}: has no {printable(missing[0])}"
                 + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 + ", which the model needs; give the safetensors checkpoint that it was made from"
             )
-        # Some versions keep the entry of a quantised model, whose weights are plain numbers by now.
-        model.hf_quantizer, model.is_quantized = None, False
-        vars(model.config).pop("quantization_config", None)
         model.save_pretrained(to)
         tokenizer.save_pretrained(to)
     named = fields.get("tokenizer.ggml.pre")
