@@ -29,7 +29,7 @@ README = Path(__file__).resolve().parents[3] / "README.md"
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny chat model of bytes; little is written, measured and fitted."""
     folder = tiny.checkpoint(
-        tmp_path / "base", "llama", num_hidden_layers=4, vocab_size=300, max_position_embeddings=512
+        tmp_path / "before", "llama", num_hidden_layers=4, vocab_size=300, max_position_embeddings=512
     )
     byte_tokenizer(folder, eos=True)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
