@@ -1,12 +1,12 @@
-"""The screenshots in docs/how-to/verifying.md: of the report on a small base that is made, grown thrice and trained.
+"""The screenshots in docs/how-to/verifying.md: of the report on a small base that is grown and trained three times.
 
-`python docs/pictures/report.py` (about two minutes; it needs Chromium and Pillow) writes report-*.png beside this
-file.
+`python docs/pictures/report.py BASE NEW KNOWN` (it needs Chromium and Pillow) writes report-*.png beside this file.
+BASE is a small Llama of eight layers; NEW and KNOWN are JSON lines with `text`: code to learn, and text that it knows.
 """
 
 from __future__ import annotations
 
-import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import surgeon  # noqa: E402
-from surgeon.lab.learning.base import code, documentation, make_base, split  # noqa: E402
 from tests import browser  # noqa: E402
 
 PLANS = (
@@ -35,7 +34,7 @@ dtype: float32
 optimizer: {lr: 0.001}
 validation_sequences: 32
 sources:
-  - {name: code, path: code.jsonl, share: 1.0, validation: code-held-out.jsonl}
+  - {name: code, path: code.jsonl, share: 1.0, validation: 0.05}
   - {name: docs, path: docs.jsonl, share: 0.0, role: original, validation: docs.jsonl}
 """
 # Each picture: the section that it begins with (none: the top), width, height, dark.
@@ -49,23 +48,19 @@ SHOTS = {
 }
 
 
-def make_page(folder: Path) -> str:
-    """Make the base, its output and the report in `folder`."""
-    known = documentation()
-    make_base(folder / "base", documents=known, seconds=10)
-    new, aside = split(code())
-    for name, documents in (("code", new), ("code-held-out", aside), ("docs", split(known)[1])):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+def make_page(base: Path, new: Path, known: Path, folder: Path) -> str:
+    """Make the output and the report in `folder`."""
+    for name, file in (("code", new), ("docs", known)):
+        shutil.copyfile(file, folder / f"{name}.jsonl")
     (folder / "train.yaml").write_text(TRAINING, encoding="utf-8")
-    state = folder / "base"
+    state = base
     for number, operations in enumerate(PLANS):
         plan = folder / "plan.yaml"
         plan.write_text(f"surgeon: 1\noperations:\n{operations}", encoding="utf-8")
         grown = surgeon.apply(plan, state, folder / f"grown-{number}").path
         surgeon.train(grown, folder / "train.yaml", folder / f"trained-{number}", device="cpu")
         before, state = state, folder / f"trained-{number}"
-    texts = {name: folder / f"{name}.jsonl" for name in ("docs", "code-held-out")}
+    texts = {name: folder / f"{name}.jsonl" for name in ("docs", "code")}
     surgeon.report(state, html=folder / "page.html", base=before, texts=texts, maps=["7.below.query"], device="cpu")
     return (folder / "page.html").read_text(encoding="utf-8")
 
@@ -74,7 +69,7 @@ def main() -> None:
     """Make the page and photograph it."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        page = make_page(folder)
+        page = make_page(*map(Path, sys.argv[1:4]), folder)
         for name, (section, width, height, dark) in SHOTS.items():
             shown = page
             if section:
