@@ -20,8 +20,8 @@ from surgeon.plan import shipped
 from tests import tiny
 
 COMMANDS: dict[str, typer.core.TyperCommand] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-# The schema is JSON already; the demo is for eyes.
-WITHOUT_JSON = {"schema", "demo"}
+# The schema is JSON already; the demo and a chat are for eyes.
+WITHOUT_JSON = {"schema", "demo", "chat"}
 # These read no more than a config, headers of files beside it or nothing at all.
 WITHOUT_QUIET = {"schema", "plans", "inspect"}
 SURGEON = [sys.executable, "-c", "from surgeon.cli import app; app(prog_name='surgeon')"]

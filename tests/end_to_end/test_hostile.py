@@ -89,7 +89,7 @@ def test_names_that_nothing_can_be_written_to(made: Path, monkeypatch: pytest.Mo
         ["train", "out", config, name],
         ["revert", "out", name],
         ["delta", "out", name],
-        ["demo", "--seconds", 0, name],
+        ["demo", "--base", "base", name],
         ["report", "out", "--html", name],
         ["routing-report", "out", "--to", name],
     ):

@@ -146,10 +146,10 @@ MISTAKES = (
     ),
     _mistake(
         "lab/learning",
-        "the held-out documents are trained on",
-        "base.py",
-        "return [text for index, text in enumerate(documents) if index % _HELD_OUT], documents[::_HELD_OUT]",
-        "return documents, documents[::_HELD_OUT]",
+        "the demo compares with and without the remedy what does not replay",
+        "demo.py",
+        "share = _REPLAYED if way.kept else 0.0",
+        "share = _REPLAYED",
     ),
     _mistake(
         "lab/evaluation",

@@ -157,7 +157,7 @@ def _flat(data: object, at: str = "") -> dict[str, object]:
 
 
 def test_the_command_lists_shows_and_refuses(tmp_path: Path) -> None:
-    listed = CliRunner().invoke(app, ["plans"]).stdout
+    listed = CliRunner().invoke(app, ["plans", "--all"]).stdout
     assert "mixture-of-control/alpha" in listed and "(7 points)" in listed
     shown = CliRunner().invoke(app, ["plans", "mixture-of-control/alpha"]).stdout
     assert "#     surgeon apply mixture-of-control BASE OUT --set operations.0.alpha=0.5\n" in shown

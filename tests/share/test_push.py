@@ -420,7 +420,7 @@ def test_it_is_checked_against_the_base_that_it_names(
     from surgeon.writing import apply
 
     there = Located(grown / "base", "user/base", "a" * 40)
-    monkeypatch.setattr(apply, "locate", lambda *_, **__: there)
+    monkeypatch.setattr(apply, "locate_base", lambda *_, **__: there)
     out = tmp_path / "out"
     surgeon.apply("llama-pro", str(grown / "base"), out)
     asked: list[Any] = []

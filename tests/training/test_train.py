@@ -115,7 +115,8 @@ def test_every_preserving_plan_starts_at_the_bases_loss_and_moves_nothing_else(
     before = digests(out)
     trained = surgeon.train(out, config(tmp_path, steps=3, evaluate_every=2), tmp_path / "run", device="cpu")
     assert trained is not None
-    base = load_model(tmp_path / "base")
+    # On a CPU without products of bfloat16, training measures in float32.
+    base = load_model(tmp_path / "base", dtype=devices.fast_dtype("cpu"))
     encoder = Encoder(tmp_path / "base", vocabulary=128)
     for source in CONFIG["sources"]:
         documents = opened_texts(tmp_path / source["path"])
@@ -456,7 +457,7 @@ def test_answers_are_measured_on_what_is_published(tmp_path: Path) -> None:
     assert trained is not None and trained.answers is not None
     opened = [surgeon.open_checkpoint(tmp_path / name) for name in ("out", "run")]
     prompts = surgeon.read_prompts(tmp_path / "prompts.txt")
-    (found,) = surgeon.kept_answers(opened[0], opened[1:], prompts, device="cpu")
+    (found,) = surgeon.kept_answers(opened[0], opened[1:], prompts, dtype=devices.fast_dtype("cpu"), device="cpu")
     said = found.to_json()
     check_json(trained)
     assert trained.to_json()["answers"] == said and said["kl"]["value"] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from surgeon.common.listener import Quiet
 from surgeon.common.promises import CONDITION
 from surgeon.errors import BadInput
 from surgeon.models import stream
+from surgeon.models.load import load_model
 from surgeon.verification.verification import verdict
 from surgeon.writing.apply import applied_view
 from tests import tiny
@@ -76,9 +79,18 @@ def test_a_copy_that_overflows_where_the_base_does_not_is_refused(dtype: str, bl
     base = lurking(tmp_path / "base", dtype, block)
     for name, operations in PLANS.items():
         plan = write_plan(tmp_path / "plan.yaml", operations)
-        with pytest.raises(BadInput, match=rf"layer {LAYER + 1} of the output .* 0 × infinity") as caught:
-            surgeon.apply(plan, str(base), tmp_path / "out", device="cpu")
-        assert "\n" not in str(caught.value)
+        try:
+            out = surgeon.apply(plan, str(base), tmp_path / "out", device="cpu").path
+        except BadInput as error:
+            assert re.search(rf"layer {LAYER + 1} of the output .* 0 × infinity", str(error))
+            caught = error
+        else:
+            # Attention in bfloat16 overflows on some processors alone: what is written computes numbers on this one.
+            assert (dtype, block) == ("bfloat16", "attention")
+            assert bool(load_model(out)(torch.arange(10, 34)[None]).logits.isfinite().all())
+            shutil.rmtree(out)
+            continue
+        assert "\n" not in str(caught)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "plan.yaml"], name
 
 
