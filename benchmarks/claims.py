@@ -45,7 +45,7 @@ def of_demo() -> dict[str, tuple[float, float]]:
     return {words: (float(french), float(kl)) for words, french, kl in found}
 
 
-FULL_KEPT, LAYERS_KEPT = "all weights, with replay + KL", "new layers, with replay + KL"
+FULL, FULL_KEPT, LAYERS_KEPT = "all weights", "all weights, with replay + KL", "new layers, with replay + KL"
 GATE = "new layers behind a gate"
 
 

@@ -3,7 +3,7 @@
 It draws the pages of the committed studies anew as well.
 
 operations/<op>.svg is the stack before and after an operation, which a shipped plan did to a tiny model. growth.svg is
-such a stack beside what the grown model learns and forgets, from the results of a study.
+such a stack beside what the demo's ways to learn gained and moved, from README's table.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import surgeon
+from benchmarks import claims
 from surgeon.anatomy.dissect import dissect
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.page.markup import Markup, el
-from surgeon.common.page.plots import drawn_lines
+from surgeon.common.page.plots import Axis, Series, drawn_lines
 from surgeon.lab.reports.history import History, WiderEnd, layer_history, wider_ends
 from surgeon.lab.reports.page.stack import drawn_stack, legend_rows
-from surgeon.lab.studies.page import frontiers, render
+from surgeon.lab.studies.page import render
 from surgeon.manifest.manifest import OperationEntry
 from surgeon.manifest.reading import manifest_of
 from tests import tiny
@@ -74,8 +75,14 @@ TRAINS = {
 }
 
 
-# The study of growth.svg, the method whose plan is drawn beside it, and the remedy of what is compared.
-STUDY, METHOD = "frontier_en-llama-8m", ("copy", "copied layers, zero-init", "recalled")
+# The plan that is drawn in growth.svg, and README's ways to learn beside it, with their names there.
+GROWN = "opt-deus"
+WAYS = {
+    claims.FULL: "full",
+    claims.FULL_KEPT: "full, replay + KL",
+    claims.LAYERS_KEPT: "layers, replay + KL",
+    claims.GATE: "layers, gated",
+}
 
 
 @dataclass(frozen=True)
@@ -121,48 +128,33 @@ def of_operation(op: str) -> str:
 
 
 def of_growth() -> str:
-    """The README's picture: a stack before and after, beside what it and full fine-tuning learn and forget."""
-    plan, method, remedy = METHOD
-    of = operated(plan)
-    found = findings_of(STUDY)
-    # One remedy for both, so that they differ in what trains.
-    labels = [f"full fine-tuning, {remedy}", f"{method}, {remedy}"]
-    rows = [next(row for row in found.rows if row.label == label) for label in labels]
-    (full, own), across, up = frontiers(found, rows)
-    # Turned round, the shorter line has its name where the other one is not.
-    turned = replace(own, points=own.points[::-1], spread=own.spread[::-1], name="copied layers", style=0)
-    compared = [replace(full, name="full fine-tuning", style=0), turned]
+    """The README's picture: a stack before and after, beside what the demo's ways to learn gained and moved."""
+    of, found = operated(GROWN), claims.of_demo()
+    compared = [
+        Series(name, [(-found[words][0], found[words][1])], style, muted=words == claims.FULL)
+        for style, (words, name) in enumerate(WAYS.items())
+    ]
+    across = Axis("French learned, nats a token", 0.28, 0.5)
+    up = Axis("KL from the base on its answers", 0.0, 0.05)
     stack, rows = drawn_stack(of.history, of.ends, width=230), legend_rows(of.history, of.ends)
     top, left = 24.0, 256.0
     below = top + stack.height + 6
-    beside = [
-        f"{found.base}, an English model, learns French;",
-        "both replay text that the base wrote, with",
-        "the base as teacher; points: learning rates that",
-        "no other beats; lines: 95 % over three seeds",
-    ]
+    beside = ["SmolLM2-135M-Instruct, one seed;", "lower right is better"]
     size = (575.0, below + LEGEND_ROW * max(len(rows), len(beside)))
     parts = [
         _heading("Before and after", 0),
         placed(0, top, *stack.parts),
         placed(0, below, drawn_legend(rows)),
-        _heading("Forgetting against learning: lower right is better", left),
+        _heading("What the demo learned and moved", left),
         placed(left, top, drawn_lines(compared, across, up, size=(size[0] - left, stack.height))),
         *(
             el("text", line, x=left + 64, y=below + 14 + LEGEND_ROW * nth, class_="label")
             for nth, line in enumerate(beside)
         ),
     ]
-    words = "; ".join(
-        f"{one.name}: learned {' '.join(f'{x:.2f}' for x, _ in one.points)}"
-        f" and forgot {' '.join(f'{y:.2f}' for _, y in one.points)} nats a token"
-        for one in compared
-    )
-    summary = (
-        f"{stack.summary}. On {found.base}, {remedy}, a point for each learning rate that no other beats on both,"
-        f" with 95 % intervals over three seeds, lower right is better: {words}"
-    )
-    return standalone("A model grown by new layers, and what it learns and forgets", summary, size, *parts, scale=SCALE)
+    words = "; ".join(f"{one.name}: learned {x:.3f}, KL {y:.4f}" for one in compared for x, y in one.points)
+    summary = f"{stack.summary}. Of four ways to teach SmolLM2-135M-Instruct French (nats a token), one seed: {words}"
+    return standalone("A model grown by new layers, and what ways of learning keep", summary, size, *parts, scale=SCALE)
 
 
 def drawn_legend(rows: Sequence[tuple[Markup, str]]) -> Markup:
