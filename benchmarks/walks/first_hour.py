@@ -122,7 +122,7 @@ STEPS = (
         "surgeon recall base --tokens 3000 --length 128 --dtype float32 --to own.jsonl",
         title="Remember",
         says="The base writes text of its own, to be replayed, so that it is not forgotten.",
-        cuts=(("recalled", "done"),),
+        cuts=(("recalled", "documents"),),
     ),
     Step(
         "surgeon train grown train.yaml tuned --dry-run",
