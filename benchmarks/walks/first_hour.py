@@ -74,7 +74,7 @@ def prepare(desk: Path) -> None:
     (desk / "french.jsonl").write_text((files("surgeon.data") / "french.jsonl").read_text("utf-8"), "utf-8")
 
 
-# benchmarks/results/real_model.md has the rates of both.
+# One of the rates that `surgeon learn --most` tries; that of the new layers is one of its own.
 FULL_RATE = "1.0e-4"
 PUT = "What is the capital of France?"
 

@@ -1,4 +1,4 @@
-"""`surgeon demo`: four ways that differ in one thing at a time, on a tiny chat model."""
+"""`surgeon demo` on a tiny chat model: the pairs of ways that pages compare differ in one thing."""
 
 from __future__ import annotations
 
