@@ -321,6 +321,12 @@ def test_pages_use_plain_words(page: Path) -> None:
     assert not AVOIDED.findall(re.sub(r"`[^`]*`", "", text))
 
 
+def test_trust_says_of_every_command_what_it_does() -> None:
+    table = (ROOT / "docs" / "explanation" / "trust.md").read_text(encoding="utf-8").split("\n## ")[0]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`([\w-]+)", row)}
+    assert named == ENTRIES.keys()
+
+
 def test_messages_and_help_use_plain_words() -> None:
     """Docstrings of code are for its readers; those of commands are help, and texts with spaces are messages."""
     helps = [entry.help for entry in ENTRIES.values()]

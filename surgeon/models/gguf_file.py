@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.card_metadata import block_of
+from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import Located, locate, open_headers
 from surgeon.checkpoint.source import GGUF_RECORD
 from surgeon.common.cache import cache_folder
@@ -34,6 +35,8 @@ _MAGIC = b"GGUF"
 _BYTES = 2
 # Pre-tokenizers that split text as the loader's plain byte-level one does.
 _PLAIN = ("default", "gpt-2")
+# What a header says of itself that a card has too, by the card's word.
+_SAID = {"license": "general.license", "language": "general.languages"}
 
 
 def locate_base(
@@ -91,6 +94,8 @@ def checkpoint_of(file: Path, *, say: Callable[[str], None]) -> Path:
                 "transformers": transformers.__version__,
                 "notes": _convert(file, staged, fields, shown),
             }
+            card = block_of({word: fields.get(name) for word, name in _SAID.items()})
+            (staged / CARD_FILE).write_bytes(card.encode())
             (staged / GGUF_RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
             for each in staged.iterdir():
                 each.chmod(0o644)
@@ -113,7 +118,8 @@ def _read(file: Path, shown: str) -> tuple[list[Any], dict[str, Any]]:
 
     try:
         reader = GGUFReader(file)
-        fields = {name: field.contents() for name, field in reader.fields.items() if name.endswith((".pre", ".model"))}
+        wanted = ("tokenizer.ggml.pre", *_SAID.values())
+        fields = {name: reader.fields[name].contents() for name in wanted if name in reader.fields}
         return list(reader.tensors), fields
     except LOAD_FAILURES as error:
         raise BadInput(f"{shown}: cut or damaged ({first_line(error)}); download it again") from None

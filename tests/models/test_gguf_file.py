@@ -42,6 +42,8 @@ def write_gguf(path: Path, *, pre: str = "smollm", architecture: str = "llama", 
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(tokens))
+    writer.add_license("mit")
+    writer.add_languages(["fr", "en"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -95,6 +97,8 @@ def test_the_base_is_what_transformers_loads(model: Path, tmp_path: Path) -> Non
     assert facts["file"] == "tiny.gguf" and facts["sha256"] == hashlib.sha256(model.read_bytes()).hexdigest()
     assert sum(facts["types"].values()) == 3 + 9 * LAYERS
     assert surgeon.verify(model, base.path).holds
+    card = (base.path / "README.md").read_text()
+    assert "license: mit\n" in card and "language:\n- fr\n- en\n" in card
 
 
 def test_any_plan_takes_the_file(model: Path, tmp_path: Path) -> None:

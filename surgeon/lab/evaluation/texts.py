@@ -100,7 +100,8 @@ def evaluate_texts(
     for model in models:
         for line in model.notes:
             how.note(f"{model.name}: {line}")
-        _ask_for_base(model, models, how)
+    if len(models) == 1 and (manifest := models[0].manifest) is not None:
+        how.note(f"{models[0].name} was made of {manifest.base.id}; --base DIR measures that beside it")
     texts = written(texts, models, say=how.note) if texts else []
     encodings = [_encoded(prompts, model, answer_tokens, how) if prompts else None for model in models]
     windows = [{} for _ in models] if window is None else _cut(texts, models, window, how)
@@ -189,15 +190,6 @@ def _window(models: Sequence[Checkpoint], how: How) -> int:
     return min(how.length or LONGEST, context)
 
 
-def _ask_for_base(model: Checkpoint, models: Sequence[Checkpoint], how: How) -> None:
-    """Note where a model was made by surgery from a base that is not among the models."""
-    if model.manifest is not None and not any(other.id in model.base_ids for other in models if other is not model):
-        how.note(
-            f"{model.name} was made of {model.manifest.base.id}, which is not among the models; --base DIR adds"
-            " it as the first row"
-        )
-
-
 def _note_documents(cut_texts: Mapping[str, Windows], window: int, how: How) -> None:
     """Note how many documents are cut, and which sources have too few documents for good intervals."""
     if long := sum(windows.cut for windows in cut_texts.values()):
@@ -282,6 +274,8 @@ def evaluate_labels(
     for model in models:
         for line in model.notes:
             how.note(f"{model.name}: {line}")
+    if len(models) == 1 and (manifest := models[0].manifest) is not None:
+        how.note(f"{models[0].name} was made of {manifest.base.id}; --base DIR measures that beside it")
         if not model.is_classifier:
             raise BadInput(
                 f"{printable(model.name)}: no classification model, and the data has labels; evaluate models with a"

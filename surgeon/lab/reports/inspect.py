@@ -122,7 +122,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     _add_operations(facts, manifest)
     _add_layers(facts, manifest)
     _add_training(facts, manifest)
-    if manifest.operations:
+    if manifest.new_tensors:
         shards = sorted({folder.tensors[name].file for name in manifest.new_tensors if name in folder.tensors})
         facts.add_row("new tensors", f"{len(manifest.new_tensors)}, in {listed(shards)}")
     return facts

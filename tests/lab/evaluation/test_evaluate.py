@@ -274,7 +274,7 @@ def test_the_command_shows_a_table_or_json(folder: Path, monkeypatch: pytest.Mon
     assert cell["loss_difference"]["low"] < cell["loss_difference"]["value"] < cell["loss_difference"]["high"]
     assert f"{cell['loss']['value']:.4f}" in shown.stdout
     alone = CliRunner().invoke(app, ["evaluate", "changed", "--data", "fr.jsonl", "--device", "cpu"])
-    assert "changed was made of base, which is not among the models; --base DIR" in alone.stderr
+    assert "changed was made of base; --base DIR measures that beside it" in alone.stderr
     assert "Δ" not in alone.stdout
 
 
