@@ -161,11 +161,9 @@ LAYERS = ("ot", "copy", "average", "random", "llama-pro")
 SENTENCES = (
     Sentence(
         "README.md",
-        r"full fine-tuning learned (\S+) nats of French and moved the answers by (\S+); the new layers learned (\S+)"
-        r" and moved them by (\S+)\.",
+        r"full fine-tuning learned more French than the new layers and moved the answers more\.",
         lambda: (
-            *(f"{abs(of_demo()[FULL_KEPT][0]):.3f}", f"{of_demo()[FULL_KEPT][1]:.4f}"),
-            *(f"{abs(of_demo()[LAYERS_KEPT][0]):.3f}", f"{of_demo()[LAYERS_KEPT][1]:.4f}"),
+            of_demo()[FULL_KEPT][0] < of_demo()[LAYERS_KEPT][0] and of_demo()[FULL_KEPT][1] > of_demo()[LAYERS_KEPT][1]
         ),
     ),
     Sentence("README.md", "Behind the gate, .*, every answer is the base's", lambda: of_demo()[GATE][1] == 0),
