@@ -54,6 +54,8 @@ _REPLAYED, _WRITTEN, _LONGEST = 0.25, 2000, 128
 _PROMPTS_APART = 4
 _ENGLISH, _ENGLISH_LENGTH = 24, 1500
 _MEASURED: Mapping[str, Any] = {"most": 8, "length": 256}
+# Sequences of each text by which a training shows that it learns: what is reported is measured afterwards.
+_VALIDATED = 4
 _LONGEST_SHOWN = 200
 
 
@@ -270,7 +272,7 @@ class _Demo:
             "batch": _BATCH,
             "length": _LENGTH,
             "seed": self.seed,
-            "validation_sequences": 16,
+            "validation_sequences": _VALIDATED,
             "recall_for_gate": 0,
             "sources": sources,
         }
