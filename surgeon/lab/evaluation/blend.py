@@ -22,8 +22,8 @@ from surgeon.lab.evaluation.results import Evaluation, SourceScores
 
 # The most KL(base ‖ model) on the base's answers, in nats a token, at which they count as kept.
 MOST_KL = 0.03
-# The shares that are tried in turn, and the one that is taken where none of them keeps the answers.
-_SHARES, _LEAST = (1.0, 0.75, 0.5), 0.25
+# The shares that are tried in turn; the last is taken where none of them keeps the answers.
+_SHARES = (1.0, 0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def share_by_answers(
     device: str = "auto",
     listener: Listener | None = None,
 ) -> float:
-    """Return the largest of the shares 1, 0.75 and 0.5 at which a blend keeps the base's answers, else 0.25.
+    """Return the largest of the shares 1, 0.75, 0.5 and 0.25 at which a blend keeps the base's answers, else 0.25.
 
     A blend keeps them where KL(base ‖ blend) is at most 0.03 nats a token on the base's own answers.
 
@@ -119,7 +119,8 @@ def share_by_answers(
         listener.say(f"{share:g} of the run: KL to the base on its answers is {found:.4f} nats a token")
         if found <= MOST_KL:
             return share
-    return _LEAST
+    listener.say(f"no share keeps it within {MOST_KL:g}; {_SHARES[-1]:g} of the run is taken")
+    return _SHARES[-1]
 
 
 def _some() -> Prompts:

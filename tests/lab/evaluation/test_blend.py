@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
+from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.lab.evaluation import blend as module
 from surgeon.lab.evaluation.blend import blended_view
@@ -150,7 +151,14 @@ def test_without_a_share_answers_choose_it(made: Path, tmp_path: Path, monkeypat
     for share, limit in limits.items():
         monkeypatch.setattr(module, "MOST_KL", limit * 1.001)
         assert surgeon.share_by_answers(made / "full", made / "base", device="cpu") == share
-    found = surgeon.blend(made / "full", tmp_path / "chosen", base=made / "base", device="cpu")
-    assert found.written.alpha == 0.25
+    monkeypatch.setattr(module, "MOST_KL", 0.0)
+    said: list[str] = []
+
+    class Listener(Quiet):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    found = surgeon.blend(made / "full", tmp_path / "chosen", base=made / "base", device="cpu", listener=Listener())
+    assert found.written.alpha == 0.25 and "no share keeps it within 0; 0.25 of the run is taken" in said
     with pytest.raises(BadInput, match=r"alpha_top is 0\.5, and there is no alpha; give both, or neither"):
         surgeon.blend(made / "full", tmp_path / "other", base=made / "base", alpha_top=0.5)
