@@ -45,6 +45,11 @@ class Claim:
     tail_alone: bool = False
     in_float32: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a promise that there is none of."""
+        if self.promise not in get_args(Promise):
+            raise ValueError(f"a claim promises one of {', '.join(get_args(Promise))}, not {self.promise!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class GraftNote:
@@ -105,6 +110,11 @@ class OperationRecord:
     matched: str
     claim: Claim
     trains: Trains
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where `trains` is no word for what trains."""
+        if self.trains not in get_args(Trains):
+            raise ValueError(f"an operation trains one of {', '.join(get_args(Trains))}, not {self.trains!r}")
 
 
 @dataclass(frozen=True)

@@ -468,8 +468,16 @@ def _check_like(stem: str, layer: LayerDraft, kind: LayerKind) -> None:
 
 
 def _check_stored(output: Output) -> None:
-    """Raise BadInput where a quantised tensor, which can only be moved, would be computed or computed with."""
+    """Raise BadInput where a quantised tensor, which can only be moved, would be computed or computed with.
+
+    So would a tensor that nothing of the base is in, if no operation says that it made it.
+    """
     recipe = output.recipe
+    if output.operation is None and not output.pieces.spans and not output.is_hole:
+        raise BadInput(
+            f"{printable(output.name)}: {type(recipe).__name__} makes it in a layer of the base, as no operation's; the"
+            " operation that brings this recipe is wrong: it must name itself in the layer's `rewritten`"
+        )
     if output.computed:
         odd = next((each.dtype for each in _inside(recipe) if each.dtype not in FLOAT_DTYPES), None)
     else:

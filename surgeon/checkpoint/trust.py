@@ -21,6 +21,7 @@ from packaging.version import Version
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
 from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, in_full, quantisation
 from surgeon.common.library import has_class, has_own, has_type
+from surgeon.common.plugins import any_installed
 from surgeon.errors import BadInput, printable
 from surgeon.grafts.bundle import CODE_FILE, bundle
 from surgeon.grafts.composition import PREFIX, composition_of
@@ -133,7 +134,8 @@ def _not_ours(
         of_what = " of an earlier surgeon, whose code this version does not ship" if earlier else ""
         return f"{_PARSED} has an `auto_map`{of_what}"
     if lying := [name for name in scripts if not (ours and name == CODE_FILE)]:
-        found = f"{printable(lying[0])} lies in it, which is not what this version of surgeon ships"
+        makers = "surgeon and its plugins ship" if any_installed() else "surgeon ships"
+        found = f"{printable(lying[0])} lies in it, which is not what this version of {makers}"
         wrong = known_wrong(source) if lying[0] == CODE_FILE else ""
         return f"{found}; {wrong}" if wrong else found
     if config.get("auto_map") and not ours:

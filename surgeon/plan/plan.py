@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from surgeon.anatomy.anatomy import Anatomy
-from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.blueprint import Blueprint, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.checkpoint.own_code import builds_models, has_own_code
 from surgeon.checkpoint.weights import COMPRESSED, quantisation
@@ -206,7 +206,10 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
             " operate on the full-precision weights"
         )
     before = dict(draft.widths)
-    draft.records.append(operation.edit(draft, facts))
+    record = operation.edit(draft, facts)
+    if not isinstance(record, OperationRecord):
+        raise BadInput(f"its `edit` returns {type(record).__name__}, no OperationRecord; mend the operation")
+    draft.records.append(record)
     if before and draft.widths == before:
         raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")
 

@@ -33,6 +33,7 @@ from surgeon.checkpoint.trust import strays
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from surgeon.common.check import Check, some
 from surgeon.common.json_results import same_json
+from surgeon.common.plugins import any_installed
 from surgeon.errors import printable
 from surgeon.grafts.bundle import CODE_FILE
 from surgeon.manifest.card import card
@@ -135,7 +136,8 @@ def _differences(expected: Any, found: Any, path: str) -> Iterator[str]:
 def check_manifest(wrong: Sequence[str]) -> Check:
     """Return the check of a manifest against plan and base; `wrong` are the fields that differ."""
     kept = "every field follows from the plan and the base, as far as these determine it"
-    return Check.of("manifest", wrong, f"{MANIFEST_FILE} says otherwise than plan and base", kept)
+    changed = ", or a plugin has changed" if any_installed() else ""
+    return Check.of("manifest", wrong, f"{MANIFEST_FILE} says otherwise than plan and base{changed}", kept)
 
 
 def check_origin(manifest: Manifest, blueprint: Blueprint) -> list[Check]:

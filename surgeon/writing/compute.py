@@ -138,10 +138,11 @@ class Evaluator:
     def compute(self, recipe: Recipe) -> Tensor:
         """Return a recipe's result, rounded to its dtype. Raises ValueError where its shape is not as planned."""
         made = recipe.compute(self)
-        if tuple(made.shape) != recipe.shape:
+        if not isinstance(made, Tensor) or tuple(made.shape) != recipe.shape:
+            found = f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
             raise ValueError(
-                f"{type(recipe).__name__} makes a tensor of shape {list(made.shape)}, where {list(recipe.shape)} is"
-                " planned; the operation that brings this recipe is wrong"
+                f"{type(recipe).__name__} makes {found}, where a tensor of shape {list(recipe.shape)} is planned; the"
+                " operation that brings this recipe is wrong"
             )
         return made.to(stored_dtype(recipe.dtype))
 
@@ -279,7 +280,8 @@ class Evaluator:
         if not _all_finite(data, dtype):
             why = f"the new values leave the range of {dtype}; use a base in a wider dtype"
             if bool(made.isnan().any()):
-                why = "the new values are NaN, as numbers or scales are that they are made of; get these again"
+                recipe = type(output.recipe).__name__
+                why = f"the new values are NaN: a scale of the base is NaN (get it again), or {recipe} computes wrongly"
             raise BadInput(f"{printable(output.name)}: {why}")
         return data
 

@@ -49,6 +49,7 @@ from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.grafts.bundle import CODE_FILE, bundle, import_bundle
 from surgeon.grafts.composition import composition_of
 from surgeon.manifest.compose import BaseId
+from surgeon.manifest.reading import manifest_of
 from surgeon.models.compare import compare_models, decoded, load_pair, trim_logits
 from surgeon.models.load import load_model, running, stored_dtype
 from surgeon.models.outputs import auto_class, compare_outputs
@@ -92,6 +93,9 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
         plan, facts = smaller(drawn.plan, drawn.facts, scale)
         try:
             made = _carry_out(plan, facts, opened, Path(work, "out"))
+            if any(OPERATIONS.plugin_of(each.op) for each in plan.plan.operations):
+                _carry_out(plan, facts, opened, Path(work, "again"))
+                _check_repeated(Path(work, "out"), Path(work, "again"))
             config = base.folder.config
             # The twin of a base with FP8 next to four-bit numbers is in full precision.
             alike = (QUANTISATION in config) == (QUANTISATION in twin.config)
@@ -107,7 +111,9 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
             told = str(error).replace(f"{work}/", "").removesuffix(_OF_USERS)
             first, *others = plan.plan.operations
             way = "apply its operations by plans of their own to see which one it is" if others else first.way_on
-            raise BadInput(f"on a twin of this model {told}; {way}") from error
+            if not others and (plugin := OPERATIONS.plugin_of(first.op)) is not None:
+                way = f"mend `{first.op}` of plugin {plugin.shown}, or leave it out"
+            raise BadInput(f"on a twin of this model, {told}; {way}") from error
 
 
 def _carry_out(plan: LoadedPlan, facts: Mapping[int, Facts], base: OpenedBase, out: Path) -> Blueprint:
@@ -118,6 +124,16 @@ def _carry_out(plan: LoadedPlan, facts: Mapping[int, Facts], base: OpenedBase, o
     job = surgery_job(drawn, base, BaseId("twin", None), device=lambda: "cpu", read_back=True)
     execute(replace(job, look=None), out, Quiet(), Stopwatch())
     return blueprint
+
+
+def _check_repeated(out: Path, again: Path) -> None:
+    """Raise BadInput where the same plan gave a new tensor other values the second time."""
+    first, second = (manifest_of(CheckpointFolder.open(each)).new_tensors for each in (out, again))
+    for name, made in first.items():
+        if made.sha256 != second[name].sha256:
+            raise BadInput(
+                f"{printable(name)} gets other values each time it is made; its recipe must draw by `bench.draws(key)`"
+            )
 
 
 def smaller(plan: LoadedPlan, facts: Mapping[int, Facts], scale: Scale) -> tuple[LoadedPlan, dict[int, Facts]]:

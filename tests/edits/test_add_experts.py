@@ -137,7 +137,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "deepseek_v3",
         {"times": 2, "top_k": "grown"},
-        "on a twin of this model the logits .*its router does not give copies shares",
+        "on a twin of this model, the logits .*its router does not give copies shares",
     ),
     ("ernie4_5_moe", {"how": "zero", "count": 8}, "choice or weights depend on experts that no token takes"),
     ("deepseek_v3", {"count": 3}, "its experts form 2 groups, which must stay equal; add as many to each"),
@@ -162,5 +162,5 @@ def test_the_proof_sees_a_correction_that_is_not_low_enough(
 ) -> None:
     monkeypatch.setenv("SURGEON_CACHE", "off")
     monkeypatch.setattr(experts_recipes, "below", lambda least: least + 0.1)
-    with pytest.raises(BadInput, match="on a twin of this model the logits"):
+    with pytest.raises(BadInput, match="on a twin of this model, the logits"):
         applied(made("deepseek_v3"), tmp_path, how="zero", times=2)

@@ -102,7 +102,7 @@ def test_a_mistake_in_numbers_is_noticed_on_a_twin(case: str, tmp_path: Path, mo
     monkeypatch.setattr(Unpacked, "compute", off)
     # What was proven before the mistake does not count.
     monkeypatch.setenv("SURGEON_CACHE", "off")
-    with pytest.raises(BadInput, match=r"on a twin of this model the logits .* are not the base's"):
+    with pytest.raises(BadInput, match=r"on a twin of this model, the logits .* are not the base's"):
         surgeon.apply("dequantise", base, tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
 

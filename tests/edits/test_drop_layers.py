@@ -283,7 +283,7 @@ def test_layers_that_others_need_stay(tmp_path: Path) -> None:
     """Of a hybrid the one layer with attention, whose length its cache takes; and one whose keys others read."""
     hybrid = add_letters(tiny_decoder(tmp_path / "hybrid", "qwen3_next", CAUSAL))
     with pytest.raises(
-        BadInput, match=r"on a twin of this model out: the model cannot be run \(.*; leave one of these layers in"
+        BadInput, match=r"on a twin of this model, out: the model cannot be run \(.*; leave one of these layers in"
     ):
         surgeon.preview(plan_of(tmp_path, {"layers": [3]}), hybrid)
     sharing = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -55,13 +56,34 @@ def test_it_is_taken_back_byte_for_byte(clipped: Path) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_recipe_that_makes_another_shape_ends_in_one_line(clipped: Path, tmp_path: Path) -> None:
+# What an author of a plugin gets wrong: the file, the words there, the wrong words, and what the line says.
+MISTAKES = {
+    "another shape": ("recipe", ".mul_(self.limit)", ".mul_(self.limit)[1:]", "Clipped makes a tensor of shape"),
+    "no tensor": ("recipe", ".mul_(self.limit)", ".mul_(self.limit).numpy()", "Clipped makes ndarray, where a tensor"),
+    "no number": ("recipe", ".mul_(self.limit)", ".mul_(float('nan'))", "the new values are NaN.* or Clipped computes"),
+    "chance": ("recipe", ".mul_(self.limit)", ".mul_(self.limit).bernoulli_(0.5)", "other values each time it is made"),
+    "another promise": ("clipping", '"exact"', '"exactly"', "a claim promises one of exact, rounding, none, not 'exac"),
+    "other training": ("clipping", 'trains="new"', 'trains="newest"', "an operation trains one of new, all, fitted"),
+    "no record": ("clipping", "return OperationRecord(", "_ = OperationRecord(", "its `edit` returns NoneType, no Op"),
+    "a base layer": (
+        "clipping",
+        "draft.insert({self.after: [made]})",
+        "draft.layers[0].tensors |= clipped",
+        "Clipped makes it in a layer of the base, as no operation's",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_its_author_ends_in_one_line(mistake: str, clipped: Path, tmp_path: Path) -> None:
+    file, words, wrong, said = MISTAKES[mistake]
     site = tmp_path / "site"
     shutil.copytree(clipped / "site", site)
-    code = site / "surgeon_scale" / "recipe.py"
-    code.write_text(code.read_text().replace(".mul_(self.limit)", ".mul_(self.limit)[1:]"), encoding="utf-8")
+    code = site / "surgeon_scale" / f"{file}.py"
+    assert words in code.read_text()
+    code.write_text(code.read_text().replace(words, wrong), encoding="utf-8")
     told = run(COMMAND, "apply", clipped / "plan.yaml", clipped / "base", tmp_path / "out", site=site, expect=2)
     refused = told.strip().splitlines()[-1]
-    assert "Traceback" not in told and "model.layers.2." in refused
-    assert "on a twin of this model " in refused and "Clipped makes a tensor of shape" in refused
+    assert "Traceback" not in told and re.search(said, refused), told
+    assert any(name in refused for name in ("surgeon-scale", "insert_clipped", "Clipped"))
     assert not (tmp_path / "out").exists() and HERE.exists()

@@ -97,7 +97,7 @@ def test_mistakes_in_numbers_are_noticed(mistake: str, tmp_path: Path, monkeypat
     model_type, old, new = MISTAKES[mistake]
     base = tiny_quantised(tmp_path / "base", model_type, METHODS[model_type])
     monkeypatch.setattr(Dequantised, "compute", other_code(old, new))
-    with pytest.raises(BadInput, match=r"on a twin of this model the logits .* are not the base's"):
+    with pytest.raises(BadInput, match=r"on a twin of this model, the logits .* are not the base's"):
         surgeon.apply("dequantise", base, tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
 
@@ -112,7 +112,7 @@ def test_a_number_of_four_bits_or_eight_counts(
     monkeypatch.setattr(elsewhere, "_FOUR_BITS", table)
     off = "torch.where(weight.view(torch.uint8) == 250, -weight.float(), weight.float()) * spread"
     monkeypatch.setattr(Dequantised, "compute", other_code("weight.float() * spread", off))
-    with pytest.raises(BadInput, match=r"on a twin of this model the logits .* are not the base's"):
+    with pytest.raises(BadInput, match=r"on a twin of this model, the logits .* are not the base's"):
         surgeon.apply("dequantise", base, tmp_path / "out", device="cpu")
 
 

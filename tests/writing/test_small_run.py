@@ -89,7 +89,7 @@ def test_a_wrong_finding_is_refused_before_a_byte_is_written(tmp_path: Path, mon
     derived._derived.cache_clear()
     try:
         with pytest.raises(
-            BadInput, match=r"on a twin of this model the logits .* are not the base's, .*`zero_init: false`"
+            BadInput, match=r"on a twin of this model, the logits .* are not the base's, .*`zero_init: false`"
         ):
             surgeon.apply(plan_of(tmp_path, INSERT), base, tmp_path / "out")
     finally:
@@ -260,7 +260,7 @@ def test_each_tensor_that_must_be_silent_counts(
         def left(held: Any, kind: Any, loud: str = loud) -> Any:
             return silence(held, kind) | {loud: held[loud]}
 
-        with monkeypatch.context() as patch, pytest.raises(BadInput, match="on a twin of this model the logits"):
+        with monkeypatch.context() as patch, pytest.raises(BadInput, match="on a twin of this model, the logits"):
             patch.setattr(insert_layers, "silence", left)
             surgeon.apply(plan_of(tmp_path, INSERT_ONE), base, tmp_path / "out")
 

@@ -209,10 +209,12 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.control.should_save = self.control.should_save or better
         return metrics
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the values of all published parameters to the checkpoint; with sharded weights, all processes call."""
-        folder = Path(output_dir or self.args.output_dir)
-        held = _tensors_of(self.model) if state_dict is None else state_dict
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the values of all published parameters to the checkpoint; all processes call this.
+
+        transformers' own calls `_save` in every process, or in the first alone, by its version.
+        """
+        folder, held = Path(output_dir or self.args.output_dir), _tensors_of(self.model)
         if is_sharded(self.model) or self.args.should_save:
             # A sharded tensor is gathered by all processes.
             wanted = {name: held[name].detach() for name in self.parameters.published}
