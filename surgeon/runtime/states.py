@@ -72,13 +72,13 @@ class MixtureGate(Leaf):
         projected = F.linear(x, self.projection)
         directions = made.get(self)
         if directions is None:
-            directions = F.normalize(at_least_fp32(self.weight), dim=-1).to(projected.dtype)
+            directions = (F.normalize(at_least_fp32(self.weight), dim=-1) / self.temperature).to(projected.dtype)
             # With gradients each layer has a graph of its own, which checkpointing may make again.
             if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
                 made[self] = directions
         scores = at_least_fp32(F.linear(projected, directions))
         length = torch.linalg.vector_norm(projected, dim=-1, keepdim=True, dtype=scores.dtype)
-        cosines: Tensor = scores / (length.clamp(min=1e-12) * self.temperature)
+        cosines: Tensor = scores / length.clamp(min=1e-12)
         return cosines
 
 
@@ -339,12 +339,13 @@ def _rows(
 def _summed(rows: Tensor, table: Tensor, asked: Tensor) -> Tensor:
     """Return each row times the matrices asked for it, one below the other: N K·J to N ·; `table` is L J ·."""
     count, width = rows.shape
-    if table.is_cpu and count > 1:
+    if count > 1 and table.is_cpu:
         # It reads the matrices where they are.
         places = (asked.unsqueeze(-1) * table.shape[1] + torch.arange(table.shape[1])).view(count, width)
         summed: Tensor = F.embedding_bag(places, table.flatten(0, 1), per_sample_weights=rows, mode="sum")
         return summed
-    return torch.bmm(rows.unsqueeze(1), table.index_select(0, asked).view(count, width, -1)).squeeze(1)
+    matrices = table.index_select(0, asked).view(count, width, -1)
+    return rows @ matrices[0] if count == 1 else torch.bmm(rows.unsqueeze(1), matrices).squeeze(1)
 
 
 def site_control(site: int, x: Tensor, frame: Flow | None) -> Tensor:
