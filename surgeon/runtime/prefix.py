@@ -21,7 +21,7 @@ from transformers.cache_utils import StaticLayer
 from .graft import Flow
 from .losses import valid_tokens
 
-# What one graft keeps in a cache: values at every token so far, each B T ·, by name.
+# What one graft keeps in a cache: values at the latest tokens, each B T ·, by name.
 Kept = dict[Any, Tensor]
 
 # A bound that no sum reaches; the rounds of `clipped` for 2^20 tokens, used where a graph does not know the length.
@@ -51,10 +51,11 @@ def _entries(cache: Any) -> Any:
     return getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
 
 
-def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
+def keep(cache: Any, owner: str, found: Mapping[Any, Tensor], tokens: int = NO_BOUND) -> None:
     """Append values of this forward's tokens to what `owner` keeps in the cache's first entry.
 
-    In a static cache the last token's values replace what was kept. Does nothing without a cache or values.
+    Only the last `tokens` tokens' values stay, in a static cache only the last token's. Does nothing without a cache or
+    values.
     """
     if not found or cache is None:
         return
@@ -65,33 +66,49 @@ def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
             if hasattr(entry, name):
                 # On the instance, as the class is transformers' own. A copied or pickled entry gets its own.
                 setattr(entry, name, partial(_with_kept, entry, name))
-    past = entry.kept.get(owner)
     if any(isinstance(layer, StaticLayer) for layer in (entry, *others)):
-        # Of a fixed size, as everything in a static cache. Such a cache drops no tokens, so the last values suffice.
-        last = {name: new[:, -1:].clone(memory_format=torch.contiguous_format) for name, new in found.items()}
-        entry.kept[owner] = last
-    elif past is None:
-        entry.kept[owner] = dict(found)
-    else:
-        entry.kept[owner] = {name: torch.cat([past[name], new], dim=1) for name, new in found.items()}
+        # Of a fixed size, as everything in a static cache.
+        tokens = 1
+    past = entry.kept.get(owner, {})
+    entry.kept[owner] = {}
+    for name, new in found.items():
+        earlier = [past[name][:, new.shape[1] - tokens :]] if name in past and new.shape[1] < tokens else []
+        # A copy, so that no storage of more tokens stays.
+        entry.kept[owner][name] = torch.cat([*earlier, new[:, -tokens:]], dim=1)
 
 
 def _with_kept(entry: Any, name: str, *given: Any) -> Any:
     """Apply the cache operation `name` to an entry's keys and values and to what is kept next to them."""
+    held = {} if name == "reset" else entry.kept
+    held = {owner: {n: _CHANGES[name](entry, kept, *given) for n, kept in own.items()} for owner, own in held.items()}
     made = getattr(type(entry), name)(entry, *given)
-    if name == "reset":
-        entry.kept = {}
-    for owner, kept in entry.kept.items():
-        entry.kept[owner] = {key: _CHANGES[name](value, *given) for key, value in kept.items()}
+    # An owner whose tokens a crop has dropped keeps nothing.
+    entry.kept = {owner: own for owner, own in held.items() if all(kept.shape[1] for kept in own.values())}
     return made
 
 
+def _cropped(entry: Any, kept: Tensor, tokens: int) -> Tensor:
+    """Return kept values, B T ·, without those of the last -`tokens` tokens.
+
+    0: drop none. Positive, as in older versions: keep the first `tokens`. Raises ValueError where tokens stay of which
+    nothing is kept.
+    """
+    # An entry of linear attention does not count tokens.
+    seen = getattr(entry, "get_seq_length", lambda: NO_BOUND)()
+    dropped = -tokens if tokens <= 0 else max(0, seen - tokens)
+    if kept.shape[1] <= dropped < seen:
+        raise ValueError(
+            f"a crop drops {dropped} tokens of the cache, and its sums are kept for the last {kept.shape[1]} tokens;"
+            " crop fewer, or fill a new cache"
+        )
+    return kept[:, : max(0, kept.shape[1] - dropped)]
+
+
 _CHANGES: dict[str, Callable[..., Tensor]] = {
-    "reorder_cache": lambda kept, order: kept.index_select(0, order.to(kept.device)),
-    "batch_repeat_interleave": lambda kept, repeats: kept.repeat_interleave(repeats, dim=0),
-    "batch_select_indices": lambda kept, rows: kept[rows],
-    # Negative: drop the last -`tokens`. 0: drop none. Positive, as in older versions: keep the first `tokens`.
-    "crop": lambda kept, tokens: kept[:, :tokens] if tokens else kept,
+    "reorder_cache": lambda _, kept, order: kept.index_select(0, order.to(kept.device)),
+    "batch_repeat_interleave": lambda _, kept, repeats: kept.repeat_interleave(repeats, dim=0),
+    "batch_select_indices": lambda _, kept, rows: kept[rows],
+    "crop": _cropped,
 }
 
 
@@ -134,8 +151,8 @@ class Reading:
 
         A document that began in an earlier forward continues from the sum kept as `name`.
         """
-        total, before = values.cumsum(dim=1), self.before(name)
-        carried = total if before is None else total + before
+        total, before = values if values.shape[1] == 1 else values.cumsum(dim=1), self.before(name)
+        carried = total if before is None else total + before.to(values.device)
         if self.begin is None:
             return carried
         begin = self.begin.to(values.device).unsqueeze(-1)

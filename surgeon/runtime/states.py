@@ -34,6 +34,14 @@ from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows,
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 
+# The number of the latest tokens whose sums of probabilities a cache keeps: it can be cropped by as many less one.
+_KEPT = 64
+# Up to so many choices a forward, each token's controls are picked by index.
+_FEW = 32
+
+# All matrices A of a choice as L D R, all B as L R D.
+Tables = tuple[Tensor, Tensor]
+
 
 class ControlState(LowRank):
     """The control state g(x) = B A x of one site: D to D."""
@@ -54,16 +62,23 @@ class MixtureGate(Leaf):
         for matrix in self.parameters(recurse=False):
             as_linear(matrix)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the scores of x: B T D to B T L, in at least fp32."""
+    def forward(self, x: Tensor, made: dict[nn.Module, Tensor]) -> Tensor:
+        """Return the scores of x: B T D to B T L, in at least fp32.
+
+        `made` keeps the gate's directions for other sites of the forward.
+        """
         if self.projection is None:
             return at_least_fp32(F.linear(x, self.weight))
         projected = F.linear(x, self.projection)
-        directions = F.normalize(at_least_fp32(self.weight), dim=-1).to(projected.dtype)
+        directions = made.get(self)
+        if directions is None:
+            directions = (F.normalize(at_least_fp32(self.weight), dim=-1) / self.temperature).to(projected.dtype)
+            # With gradients each layer has a graph of its own, which checkpointing may make again.
+            if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+                made[self] = directions
         scores = at_least_fp32(F.linear(projected, directions))
-        # In a bf16 model this is several times faster than `vector_norm` or `normalize` in fp32.
-        length = projected.square().sum(dim=-1, keepdim=True, dtype=scores.dtype).sqrt()
-        cosines: Tensor = scores / (length.clamp(min=1e-12) * self.temperature)
+        length = torch.linalg.vector_norm(projected, dim=-1, keepdim=True, dtype=scores.dtype)
+        cosines: Tensor = scores / length.clamp(min=1e-12)
         return cosines
 
 
@@ -77,27 +92,59 @@ class ControlBank(nn.Module):
         self.states = nn.ModuleList([ControlState(spec.rank, width, width) for _ in self.blocks])
         gates = spec.gates(self.blocks)
         self.gates = nn.ModuleDict({name: MixtureGate(spec, len(choice), width) for name, choice in gates.items()})
+        self.choices = [spec.choice_of(site, self.blocks) for site in range(len(self.blocks))]
+        # The first column of each site's sums in what a cache keeps.
+        self.columns = [sum(map(len, self.choices[:site])) for site in range(len(self.blocks))]
+        # What `tables` made last, and of which parameters: their addresses and versions.
+        self.made: tuple[list[Any], dict[int, Tables]] | None = None
 
     def choice_of(self, site: int) -> list[int]:
         """Return the numbers of the control states among which a site's gate chooses."""
-        return self.spec.choice_of(site, self.blocks)
+        return self.choices[site]
+
+    def tables(self, x: Tensor) -> dict[int, Tables] | None:
+        """Return the control states of each choice in tables, by the choice's first number.
+
+        None where parameters have not the device and dtype of x, as hooks may hold them elsewhere, or are inference
+        tensors, which do not count their changes. Tables are made again when a parameter has changed.
+        """
+        parameters: list[Any] = [each for state in self.states for each in state._parameters.values()]
+        if any(p.device != x.device or p.dtype != x.dtype or p.is_inference() for p in parameters):
+            return None
+        key = [(each.data_ptr(), each._version) for each in parameters]
+        if self.made is None or self.made[0] != key:
+            made = {}
+            for choice in {numbers[0]: numbers for numbers in self.choices}.values():
+                downs, ups = zip(*(self.states[number]() for number in choice), strict=True)
+                made[choice[0]] = torch.stack(downs).mT.contiguous(), torch.stack(ups).mT.contiguous()
+            self.made = key, made
+        return self.made[1]
 
 
 class Mixing(Reading):
     """The state of all control states in one forward: the bank, and the sums of probabilities over documents.
 
-    `found` maps each site to its sums of probabilities, and "counts" to the number of tokens in each sum. `choices`
-    (None: not recorded) collects each site's choice as (site, chosen B' T' K, weights B' T' K); B' and T' are 1 where
-    the whole batch shares one choice. A chosen number is an index into `ControlBank.choice_of(site)`.
+    `found` maps each site to its sums of probabilities at the last tokens. `choices` (None: not recorded) collects each
+    site's choice as (site, chosen B' T' K, weights B' T' K); B' and T' are 1 where the whole batch shares one choice. A
+    chosen number is an index into `ControlBank.choice_of(site)`.
     """
 
     def __init__(
         self, bank: ControlBank, valid: Tensor, begins: Tensor | None = None, past: Kept | None = None
     ) -> None:
+        if past is not None:
+            past = {"sums": past["sums"][:, -1:]}
+            if begins is not None and valid.shape[1] == 1:
+                # One token in a row either begins a document or continues one.
+                past, begins = {"sums": past["sums"].masked_fill(begins.unsqueeze(-1), 0)}, None
         super().__init__(valid, begins, past)
         self.bank = bank
-        self.found: dict[int | str, Tensor] = {}
+        self.found: dict[int, Tensor] = {}
         self.choices: list[tuple[int, Tensor, Tensor]] | None = None
+        # What sites share: the directions of gates, tables of control states, tokens as weights of sums (B T 1).
+        self.directions: dict[nn.Module, Tensor] = {}
+        self.tables: dict[int, Tables] | None = None
+        self.tokens = _wide(valid).unsqueeze(-1)
 
     def control(self, site: int, x: Tensor, frame: Flow) -> Tensor:
         """Return what site number `site` adds to its block's output (Eq. 9): B T D, for the block's input x, B T D."""
@@ -105,22 +152,34 @@ class Mixing(Reading):
         own = self.bank.states[site]
         if spec.top_k == 0:
             return product(x, own())
-        probabilities = F.softmax(self.bank.gates[spec.gate_of(site, self.bank.blocks)](x), dim=-1)
+        gate = self.bank.gates[spec.gate_of(site, self.bank.blocks)]
+        probabilities = F.softmax(gate(x, self.directions), dim=-1)
         if own.training and spec.balance_weight > 0:
             frame.measure("balance_loss", balance_loss(probabilities, self.valid, spec.top_k))
         shown, ranking = self._shown(site, probabilities, training=own.training)
         chosen, weights = choose(shown, ranking, spec)
         if self.choices is not None:
             self.choices.append((site, chosen.detach(), weights.detach()))
-        weights = (1 - spec.alpha) * weights
         # The choice and the number of tokens for each are values of tensors, on which a compiled graph cannot branch.
         compiling = torch.compiler.is_compiling()
+        if chosen.numel() <= _FEW and not (own.training or compiling or torch.is_grad_enabled()):
+            self.tables = self.tables or self.bank.tables(x)
+            if self.tables is not None:
+                return self._by_table(x, own, chosen, weights, *self.tables[choice[0]])
+        weights = (1 - spec.alpha) * weights
         if chosen.shape[:2] != x.shape[:2]:
             if not compiling:
                 return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
             chosen, weights = (each.expand(*x.shape[:2], -1) for each in (chosen, weights))
+        made = product(x, own(), spec.alpha)
         route = self._by_weight if compiling else self._by_token
-        return product(x, own(), spec.alpha) + route(x, chosen, weights, choice)
+        return route(x, made, chosen, weights, choice)
+
+    def before(self, name: Any) -> Tensor | None:
+        """Return the kept sums of site `name` at each row's last token before this forward, B 1 L; None: no token."""
+        if self.past is None:
+            return None
+        return self.past["sums"].narrow(-1, self.bank.columns[name], len(self.bank.choices[name]))
 
     def _shown(self, site: int, probabilities: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
         """Return the probabilities that give the weights, and the ranking whose K greatest are chosen.
@@ -130,17 +189,15 @@ class Mixing(Reading):
         spec = self.bank.spec
         if (spec.train_routing if training else spec.inference_routing) == "token":
             return probabilities, probabilities
-        valid = self.valid.unsqueeze(-1).to(probabilities.dtype)
-        if not training and spec.inference_routing == "sequence_mean":
-            mean = (probabilities * valid).sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
-            shown = mean.expand_as(probabilities)
+        if not training and spec.inference_routing == "prefix_mean":
+            # Only the ratios of means count, and sums have the same.
+            shown = self.since_begin(site, probabilities * self.tokens.to(probabilities.device))
+            # A copy, so that the sums of all tokens do not wait for the end of the forward.
+            self.found[site] = shown if shown.shape[1] <= _KEPT else shown[:, -_KEPT:].clone()
             return shown, shown
+        valid = self.valid.unsqueeze(-1).to(probabilities.dtype)
         if not training:
-            if "counts" not in self.found:
-                self.found["counts"] = self.since_begin("counts", _wide(valid))
-            self.found[site] = self.since_begin(site, _wide(probabilities * valid))
-            counts = self.found["counts"].to(valid.device).clamp(min=1)
-            shown = (self.found[site] / counts).to(probabilities.dtype)
+            shown = (probabilities * valid).sum(dim=1, keepdim=True).expand_as(probabilities)
             return shown, shown
         shown = (probabilities * valid).sum(dim=(0, 1), keepdim=True) / valid.sum().clamp(min=1)
         if spec.train_routing == "batch_mean":
@@ -160,26 +217,24 @@ class Mixing(Reading):
         scaled = [up * share.to(up.dtype) for up, share in zip(ups, shares, strict=True)]
         return F.linear(F.linear(x, torch.cat(downs)), torch.cat(scaled, dim=1))
 
-    def _by_token(self, x: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
-        """Return the weighted sum of each token's chosen controls, B T D; `chosen` and `weights` are B T K.
+    def _by_token(self, x: Tensor, own: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
+        """Return the sum of `own`, B T D, and of each token's chosen controls; `chosen` and `weights` are B T K.
 
         Each control runs only on the tokens that chose it.
         """
-        rows, count = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
-        asked = chosen.flatten()
+        rows, made, asked = x.reshape(-1, x.shape[-1]), own.flatten(0, 1), chosen.flatten()
         order = asked.argsort(stable=True)
+        weights = weights.reshape(-1, 1)
         shares = torch.bincount(asked, minlength=len(choice)).tolist()
-        hit = [(choice[number], share) for number, share in enumerate(shares) if share]
-        if len(hit) == 1 and count == 1:
-            return product(rows, self.bank.states[hit[0][0]](), weights.reshape(-1, 1)).view_as(x)
-        sorted_rows = rows.index_select(0, order // count)
-        sorted_weights = weights.reshape(-1, 1).index_select(0, order)
-        parts = zip(hit, sorted_rows.split([n for _, n in hit]), sorted_weights.split([n for _, n in hit]), strict=True)
-        made = torch.cat([product(part, self.bank.states[number](), weight) for (number, _), part, weight in parts])
-        # Back in the order of tokens: the K outputs of a token are neighbours again, always summed in the same order.
-        return made.index_select(0, order.argsort()).view(len(rows), count, -1).sum(dim=1).view_as(x)
+        for number, places in zip(choice, order.split(shares), strict=True):
+            if len(places):
+                tokens = places // chosen.shape[-1]
+                part = product(rows[tokens], self.bank.states[number](), weights[places])
+                # A token chooses a control once, so that the order of its sums is always that of controls.
+                made = made.index_add_(0, tokens, part)
+        return made.view_as(x)
 
-    def _by_weight(self, x: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
+    def _by_weight(self, x: Tensor, own: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
         """Return the same sum as `_by_token` from two products of all controls: B T D.
 
         A control that a token did not choose has the weight 0 there.
@@ -188,7 +243,17 @@ class Mixing(Reading):
         narrow = F.linear(x, torch.cat(downs)).unflatten(-1, (len(choice), -1))
         shares = torch.zeros(*x.shape[:2], len(choice), dtype=weights.dtype, device=x.device)
         shares = shares.scatter(-1, chosen, weights).to(x.dtype)
-        return F.linear((narrow * shares.unsqueeze(-1)).flatten(-2), torch.cat(ups, dim=1))
+        return own + F.linear((narrow * shares.unsqueeze(-1)).flatten(-2), torch.cat(ups, dim=1))
+
+    def _by_table(self, x: Tensor, own: Any, chosen: Tensor, weights: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        """Return the weighted sum of the control `own` and each token's chosen ones, for few tokens: B T D."""
+        alpha, count = self.bank.spec.alpha, chosen.shape[-1]
+        rows, asked = x.reshape(-1, x.shape[-1]), chosen.flatten()
+        narrow = _summed(rows if count == 1 else rows.repeat_interleave(count, dim=0), down, asked)
+        if count > 1:
+            narrow = (narrow * weights.reshape(-1, 1).to(x.dtype)).view(len(rows), -1)
+        made = _summed(narrow, up, asked)
+        return torch.addmm(made, F.linear(rows, own.lora_A), own.lora_B.t(), beta=1 - alpha, alpha=alpha).view_as(x)
 
 
 class StatesGraft(Graft, StatesRules):
@@ -220,13 +285,20 @@ class StatesGraft(Graft, StatesRules):
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
         """Create the forward's `Mixing`, from the bank and the sums that the cache keeps of earlier tokens."""
-        spec: MixtureSpec = model.control_bank.spec
-        flow.mixing = Mixing(model.control_bank, *_rows(model, spec, flow, inputs, attention_mask, cache))
+        bank: ControlBank = model.control_bank
+        flow.mixing = Mixing(bank, *_rows(model, bank.spec, flow, inputs, attention_mask, cache))
         flow.mixing.choices = [] if flow.records_choices else None
+        seen = 0 if cache is None else cache.get_seq_length()
+        if bank.made is not None and isinstance(seen, int) and not seen:
+            # Tables serve one text: code that changes a parameter's `data` leaves no trace.
+            bank.made = None
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
         """Keep the sums of these tokens' probabilities in the cache for later tokens."""
-        keep(cache, self.name, flow.mixing.found)
+        found: dict[int, Tensor] = flow.mixing.found
+        if found and cache is not None:
+            sums = torch.cat([found[site].to(flow.mixing.valid.device) for site in sorted(found)], dim=-1)
+            keep(cache, self.name, {"sums": sums}, _KEPT)
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Return the classes and numbers of the bank's control states and gates."""
@@ -264,6 +336,18 @@ def _rows(
     return valid, None, None
 
 
+def _summed(rows: Tensor, table: Tensor, asked: Tensor) -> Tensor:
+    """Return each row times the matrices asked for it, one below the other: N K·J to N ·; `table` is L J ·."""
+    count, width = rows.shape
+    if count > 1 and table.is_cpu:
+        # It reads the matrices where they are.
+        places = (asked.unsqueeze(-1) * table.shape[1] + torch.arange(table.shape[1])).view(count, width)
+        summed: Tensor = F.embedding_bag(places, table.flatten(0, 1), per_sample_weights=rows, mode="sum")
+        return summed
+    matrices = table.index_select(0, asked).view(count, width, -1)
+    return rows @ matrices[0] if count == 1 else torch.bmm(rows.unsqueeze(1), matrices).squeeze(1)
+
+
 def site_control(site: int, x: Tensor, frame: Flow | None) -> Tensor:
     """Return what a site adds to its block's output: B T D, for its input `x`. RuntimeError outside its layer."""
     if frame is None or frame.mixing is None:
@@ -280,6 +364,8 @@ def choose(shown: Tensor, ranking: Tensor, spec: MixtureSpec) -> tuple[Tensor, T
     the sum of the unscaled probabilities.
     """
     chosen = ranking.topk(spec.top_k, dim=-1).indices
+    if spec.top_k == 1 and not torch.is_grad_enabled():
+        return chosen, torch.ones_like(chosen, dtype=shown.dtype)
     picked = shown.gather(-1, chosen)
     total = picked.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(picked.dtype).tiny)
     weights = picked / total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from surgeon.runtime.graft import Frame, cache_in
 from surgeon.runtime.losses import balance_loss
-from surgeon.runtime.states import ControlBank, Mixing
+from surgeon.runtime.states import ControlBank, Mixing, _summed
 from surgeon.runtime.states_rules import MixtureSpec, States
 from tests import tiny
 from tests.caches import CACHE
@@ -211,6 +212,83 @@ def test_cache_is_cropped_and_selected_with_its_routing() -> None:
     cache.crop(-3)
     cache.batch_select_indices(torch.tensor([1]))
     torch.testing.assert_close(model(ids[1:, :3], **{CACHE: cache}).logits, expected[1:], atol=1e-5, rtol=1e-4)
+
+
+def test_a_cache_keeps_the_latest_sums_alone() -> None:
+    """As far back as they reach it can be cropped, to its beginning too; a crop between is refused."""
+    model = perturbed(grafted("llama", states(top_k=1)), scale=0.5)
+    ids = tokens(2, 100)
+    with torch.no_grad():
+        cache = cache_in(model(ids[:, :90], use_cache=True))
+        model(ids[:, 90:91], **{CACHE: cache})
+        kept = cache.layers[0].kept["states"]["sums"]
+        assert kept.shape == (2, 64, 6 * 6) and kept.untyped_storage().nbytes() == kept.numel() * 8
+        with pytest.raises(ValueError, match="drops 64 tokens of the cache, and its sums are kept for the last 64"):
+            cache.crop(-64)
+        cache.crop(-63)
+        expected = model(torch.cat([ids[:, :28], ids[:, 40:43]], dim=1)).logits[:, 28:]
+        torch.testing.assert_close(model(ids[:, 40:43], **{CACHE: cache}).logits, expected, atol=1e-5, rtol=1e-4)
+        cache = cache_in(model(ids[:, :20], use_cache=True))
+        cache.crop(-20)
+        torch.testing.assert_close(model(ids[:, :1], **{CACHE: cache}).logits, model(ids[:, :1]).logits)
+
+
+@pytest.mark.parametrize("routing", ["prefix_mean", "token"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_decoding_reads_no_number_on_the_host(routing: str, top_k: int) -> None:
+    """On a device without values whatever reads one raises an error; so would a longer text, sorted by choice."""
+    surgery = states(top_k=top_k, inference_routing=routing, gate="cosine", projection=6)
+    model = perturbed(grafted("llama", surgery))
+    with torch.no_grad():
+        cache = cache_in(model(tokens(), use_cache=True))
+        model.to("meta")
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
+        kept = getattr(cache.layers[0], "kept", {"states": {}})
+        kept["states"] = {name: sums.to("meta") for name, sums in kept["states"].items()}
+        model(tokens(2, 1).to("meta"), **{CACHE: cache})
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            model(tokens(2, 40).to("meta"), **{CACHE: cache})
+
+
+def test_few_tokens_meet_the_matrices_of_today() -> None:
+    """Within a text a parameter may change in place, by loading or be replaced, between two texts even unseen."""
+    model, ids = perturbed(grafted("llama", states(top_k=2)), scale=0.5), tokens(2, 4)
+    bank = model.model.control_bank
+    state = bank.states[0]
+
+    def replace() -> None:
+        state.lora_A.data = state.lora_A.data * -2
+
+    doubled = {name: value * 2 for name, value in model.state_dict().items()}
+    for change in (lambda: state.lora_A.mul_(-2), lambda: model.load_state_dict(doubled), replace):
+        with torch.no_grad():
+            cache = cache_in(model(ids, use_cache=True))
+            model(ids[:, :1], **{CACHE: cache})
+            made, twin, third = bank.made, copy.deepcopy(cache), copy.deepcopy(cache)
+            before = model(ids[:, 1:2], **{CACHE: twin}).logits
+            assert bank.made is made, "made again for every token"
+            change()
+            after = model(ids[:, 1:2], **{CACHE: cache}).logits
+            bank.made = None
+            assert torch.equal(after, model(ids[:, 1:2], **{CACHE: third}).logits)
+            assert not torch.equal(after, before)
+    for change in (lambda: state.lora_A.data.mul_(-2), model.double, model.float):
+        with torch.no_grad():
+            before = model(ids).logits
+            change()
+            after = model(ids).logits
+            bank.made = None
+            assert torch.equal(after, model(ids).logits)
+            assert not torch.equal(after.double(), before.double())
+    assert set(model.state_dict()) == set(doubled)
+
+
+def test_a_matrix_product_and_a_bag_of_rows_agree() -> None:
+    """The sums by which devices and CPUs pick controls."""
+    table, rows, asked = normal(5, 6, 7), normal(3, 12), torch.tensor([4, 0, 1, 1, 3, 4])
+    each = [_summed(rows[n : n + 1], table, asked[2 * n : 2 * n + 2]) for n in range(3)]
+    torch.testing.assert_close(_summed(rows, table, asked), torch.cat(each))
 
 
 def test_a_cache_of_another_model_is_refused() -> None:
