@@ -405,8 +405,8 @@ class Draft:
                 made.append(Output(name, whole(output.recipe), last))
             else:
                 raise BadInput(
-                    f"{printable(source)}: stands elsewhere with these layers, and a plan changes it: change it by a"
-                    " plan of its own"
+                    f"{printable(source)}: has another place in the new order of layers, and the plan also changes it;"
+                    " make two plans, one that changes it and one that moves layers"
                 )
         left = tuple(sorted(shared.keys() - {source for source, _ in places.values()}))
         return made, {last: left} if left else {}

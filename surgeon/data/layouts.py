@@ -237,7 +237,7 @@ def _labelled(text: str, entry: Mapping[str, Any], where: str) -> Labelled:
     if not isinstance(label, str | int) or isinstance(label, bool) or label == "":
         raise BadInput(
             f"{printable(where)}: `{LABEL}` is neither a name nor a whole number ({printable(repr(label), 40)});"
-            " classes are trained, no amounts: name the class"
+            " labels are classes, not amounts: give the class a name"
         )
     return Labelled(text, None if pair is None else _text(pair, PAIR, where), label)
 

@@ -165,7 +165,7 @@ class Lineage:
                 more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
                 raise BadInput(
                     f"{printable(left[0])}{more}: left behind by surgery {nth}"
-                    f" ({_operation(manifest, manifest.without[left[0]])}), so what stood there is lost;"
+                    f" ({_operation(manifest, manifest.without[left[0]])}), so its earlier value is lost;"
                     f" {instead_of(manifest)}"
                 )
             if nth > number + 1:
@@ -180,7 +180,7 @@ class Lineage:
                 made = manifest.new_tensors.get(home)
                 how = f" ({_operation(manifest, made.operation)})" if made is not None else ""
                 raise BadInput(
-                    f"{shown_name(torn, home)}: surgery {nth}{how} gave it another value, so what stood there is lost;"
+                    f"{shown_name(torn, home)}: surgery {nth}{how} gave it another value, so its earlier value is lost;"
                     f" {instead_of(manifest)}"
                 )
         return found

@@ -138,8 +138,8 @@ class InsertLayers(Operation):
         choices = range(lowest, highest + 1)
         if where.least > len(choices):
             raise BadInput(
-                f"`least` {where.least}: init {self.init.kind} can follow {len(choices)} of the {total} layers; give"
-                " fewer"
+                f"`least` {where.least}: init {self.init.kind} fits after only {len(choices)} of the {total} layers;"
+                " give fewer"
             )
         # This import loads torch and transformers.
         from surgeon.models.depth import Depth

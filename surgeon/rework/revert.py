@@ -177,8 +177,8 @@ def _compare_state(
         opened = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
         if (differs := state_difference(state, opened, listener)) is not None:
             raise BadInput(
-                f"{out.source.shown}: its {MANIFEST_FILE} says of {printable(differs)} something else than"
-                f" {opened.source.shown} has; {instead_of(state.undone[0])}"
+                f"{out.source.shown}: its {MANIFEST_FILE} and {opened.source.shown} differ in {printable(differs)};"
+                f" {instead_of(state.undone[0])}"
             )
     if base is None and base_digest is None:
         listener.say(

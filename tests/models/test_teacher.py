@@ -145,7 +145,7 @@ def test_what_is_no_longer_within_is_refused(tmp_path: Path) -> None:
     (tmp_path / "merge.yaml").write_text(json.dumps({"surgeon": 1, "operations": [{"op": "merge_branches"}]}))
     surgeon.apply(tmp_path / "merge.yaml", str(tmp_path / "out"), tmp_path / "merged")
     merged = CheckpointFolder.open(tmp_path / "merged")
-    with pytest.raises(BadInput, match="so what stood there is lost; take the base of that surgery"):
+    with pytest.raises(BadInput, match="so its earlier value is lost; take the base of that surgery"):
         base_within(merged, manifest_of(merged))
     out = CheckpointFolder.open(tmp_path / "out")
     assert base_within(out, manifest_of(out), training=["model.norm.weight"]).apart

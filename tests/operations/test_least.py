@@ -57,7 +57,7 @@ def test_a_gap_that_the_init_cannot_fill_is_none_of_the_least(base: Path, tmp_pa
     found = surgeon.preview(plan_of(tmp_path, {"op": "insert_layers", "where": where, "init": "average"}), base)
     assert "after layers 0-4" in found.blueprint.operations[0].matched
     more = where | {"least": 6}
-    with pytest.raises(BadInput, match=r"`least` 6: init average can follow 5 of the 6 layers; give fewer"):
+    with pytest.raises(BadInput, match=r"`least` 6: init average fits after only 5 of the 6 layers; give fewer"):
         surgeon.preview(plan_of(tmp_path, {"op": "insert_layers", "where": more, "init": "average"}), base)
 
 

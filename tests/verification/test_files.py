@@ -179,9 +179,9 @@ def test_zeroed_weights_behind_an_edited_manifest(made: Made, out: Path, tmp_pat
         assert refused_or_broken(earlier, out)
     with pytest.raises(BadInput, match=f"not the {digest} asked for"):
         surgeon.revert(out, tmp_path / "back", base_digest=digest)
-    with pytest.raises(BadInput, match=f"says of .* something else than {made.base} has"):
+    with pytest.raises(BadInput, match=f"and {made.base} differ in"):
         surgeon.revert(out, tmp_path / "back", base=made.base)
-    with pytest.raises(BadInput, match=f"says of .* something else than {first} has"):
+    with pytest.raises(BadInput, match=f"and {first} differ in"):
         surgeon.revert(made.out, tmp_path / "back", base=first)
     assert not (tmp_path / "back").exists()
     for name, given in {"back": {"base_digest": digest}, "again": {"base_digest": digest, "base": made.base}}.items():

@@ -390,7 +390,7 @@ def _check_places(target: Path, base: Path, *, keep: bool) -> None:
         return
     check_destination(target, base)
     if target.is_dir():
-        raise BadInput(f"{printable(str(target))}: exists; give a name in it that is new, such as run")
+        raise BadInput(f"{printable(str(target))}: exists; give a new folder in it, such as run")
     kept = kept_folder(target)
     if keep and os.path.lexists(kept):
         raise BadInput(f"{printable(str(kept))}: exists; --keep puts the tasks' runs there, move it away")

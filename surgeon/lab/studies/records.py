@@ -59,7 +59,7 @@ def read_packed(path: Path) -> Packed | None:
         for line in lines:
             name = line.pop("run")
             if name in records or not isinstance(name, str) or name != Path(name).name or name.startswith("."):
-                raise ValueError(f"{name!r} is no name of a run, or stands there twice")
+                raise ValueError(f"{name!r} is not the name of a run, or occurs twice")
             records[name] = line
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
         raise _damaged(path, str(error) or "empty") from None

@@ -384,7 +384,7 @@ def test_a_kept_name_in_the_way_and_two_at_once(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match="is writing it; wait for it"):
             carried_out(tmp_path)
     (tmp_path / "run").mkdir()
-    with pytest.raises(BadInput, match="run: exists; give a name in it that is new"):
+    with pytest.raises(BadInput, match="run: exists; give a new folder in it"):
         carried_out(tmp_path)
 
 
