@@ -105,13 +105,13 @@ class ControlBank(nn.Module):
     def tables(self, x: Tensor) -> dict[int, Tables] | None:
         """Return the control states of each choice in tables, by the choice's first number.
 
-        None where parameters have not the device and dtype of x, as hooks may hold them elsewhere, or are inference
-        tensors, which do not count their changes. Tables are made again when a parameter has changed.
+        None where parameters have not the device and dtype of x, as hooks may hold them elsewhere. Tables are made
+        again when a parameter has changed; inference tensors do not count their changes.
         """
         parameters: list[Any] = [each for state in self.states for each in state._parameters.values()]
-        if any(p.device != x.device or p.dtype != x.dtype or p.is_inference() for p in parameters):
+        if any(p.device != x.device or p.dtype != x.dtype for p in parameters):
             return None
-        key = [(each.data_ptr(), each._version) for each in parameters]
+        key = [(each.data_ptr(), None if each.is_inference() else each._version) for each in parameters]
         if self.made is None or self.made[0] != key:
             made = {}
             for choice in {numbers[0]: numbers for numbers in self.choices}.values():

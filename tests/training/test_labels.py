@@ -366,7 +366,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     low, high = {"text": "w1", "label": "low"}, {"text": "w99", "label": "high"}
     refused(r"words\.jsonl:2: no key `label`; .*add it", low, {"text": "w2"})
     refused(
-        r"`label` is neither a name nor a whole number \(0\.5\); classes are trained", low, {"text": "w2", "label": 0.5}
+        r"`label` is neither a name nor a whole number \(0\.5\); labels are classes", low, {"text": "w2", "label": 0.5}
     )
     refused(
         r"the label 'huge' is none of the model's \(low, middle, high\)", *[low] * 3, {"text": "w", "label": "huge"}

@@ -274,8 +274,6 @@ def evaluate_labels(
     for model in models:
         for line in model.notes:
             how.note(f"{model.name}: {line}")
-    if len(models) == 1 and (manifest := models[0].manifest) is not None:
-        how.note(f"{models[0].name} was made of {manifest.base.id}; --base DIR measures that beside it")
         if not model.is_classifier:
             raise BadInput(
                 f"{printable(model.name)}: no classification model, and the data has labels; evaluate models with a"
