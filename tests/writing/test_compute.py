@@ -160,7 +160,7 @@ def test_a_recipe_that_makes_another_shape_is_refused(base: Path) -> None:
         return opened(base, output).make(output)
 
     for recipe in (wrong, average(wrong, wrong)):
-        with pytest.raises(BadInput, match=r"new: Wrong makes a tensor of shape \[47, 32\], where .* \[48, 32\] is plan"):
+        with pytest.raises(BadInput, match=r"new: Wrong makes a tensor of shape \[47, 32\], where .* \[48, 32\] is"):
             list(made(recipe))
     short = Short(copy(base, UP), "BF16", (48, 32))
     with pytest.raises(BadInput, match=r"new: 3008 bytes were made by Short, its BF16 \[48, 32\] has 3072"):
