@@ -86,13 +86,6 @@ class Checkpoint:
         """
         return None if self.folder.manifest is None else manifest_of(self.folder)
 
-    @property
-    def base_ids(self) -> set[str]:
-        """The ids of the checkpoints from which this one was made, by surgery.json; empty without surgery.json."""
-        if self.manifest is None:
-            return set()
-        return {self.manifest.base.id, *(ancestor.base.id for ancestor in self.manifest.lineage)}
-
     @cached_property
     def anatomy(self) -> Anatomy:
         """The roles of its tensors: layers, blocks, sizes. Raises BadInput where its model type cannot be dissected."""

@@ -100,8 +100,6 @@ def evaluate_texts(
     for model in models:
         for line in model.notes:
             how.note(f"{model.name}: {line}")
-    if len(models) == 1 and (manifest := models[0].manifest) is not None:
-        how.note(f"{models[0].name} was made of {manifest.base.id}; --base DIR measures that beside it")
     texts = written(texts, models, say=how.note) if texts else []
     encodings = [_encoded(prompts, model, answer_tokens, how) if prompts else None for model in models]
     windows = [{} for _ in models] if window is None else _cut(texts, models, window, how)
