@@ -46,7 +46,7 @@ class Claim:
     in_float32: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a promise that there is none of."""
+        """Raise ValueError where `promise` is none of the three."""
         if self.promise not in get_args(Promise):
             raise ValueError(f"a claim promises one of {', '.join(get_args(Promise))}, not {self.promise!r}")
 
@@ -112,7 +112,7 @@ class OperationRecord:
     trains: Trains
 
     def __post_init__(self) -> None:
-        """Raise ValueError where `trains` is no word for what trains."""
+        """Raise ValueError where `trains` is not one of the known words."""
         if self.trains not in get_args(Trains):
             raise ValueError(f"an operation trains one of {', '.join(get_args(Trains))}, not {self.trains!r}")
 

@@ -470,7 +470,7 @@ def _check_like(stem: str, layer: LayerDraft, kind: LayerKind) -> None:
 def _check_stored(output: Output) -> None:
     """Raise BadInput where a quantised tensor, which can only be moved, would be computed or computed with.
 
-    So would a tensor that nothing of the base is in, if no operation says that it made it.
+    Raises it too where a recipe replaces a tensor of the base and no operation is named as its maker.
     """
     recipe = output.recipe
     if output.operation is None and not output.pieces.spans and not output.is_hole:
