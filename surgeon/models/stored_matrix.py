@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from surgeon.models import lockstep
 
@@ -120,8 +121,8 @@ class StoredMatrix(Tensor):
         if func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args = [arg.whole() if isinstance(arg, cls) else arg for arg in args]
-        kwargs = {key: arg.whole() if isinstance(arg, cls) else arg for key, arg in kwargs.items()}
+        # Functions such as `torch.stack` take them in lists.
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -95,8 +95,6 @@ class ControlBank(nn.Module):
         self.choices = [spec.choice_of(site, self.blocks) for site in range(len(self.blocks))]
         # The first column of each site's sums in what a cache keeps.
         self.columns = [sum(map(len, self.choices[:site])) for site in range(len(self.blocks))]
-        # What `tables` made last, and of which parameters: their addresses and versions.
-        self.made: tuple[list[Any], dict[int, Tables]] | None = None
 
     def choice_of(self, site: int) -> list[int]:
         """Return the numbers of the control states among which a site's gate chooses."""
@@ -105,20 +103,15 @@ class ControlBank(nn.Module):
     def tables(self, x: Tensor) -> dict[int, Tables] | None:
         """Return the control states of each choice in tables, by the choice's first number.
 
-        None where parameters have not the device and dtype of x, as hooks may hold them elsewhere. Tables are made
-        again when a parameter has changed; inference tensors do not count their changes.
+        None where parameters have not the device and dtype of x, as hooks may hold them elsewhere.
         """
-        parameters: list[Any] = [each for state in self.states for each in state._parameters.values()]
-        if any(p.device != x.device or p.dtype != x.dtype for p in parameters):
+        if any(p.device != x.device or p.dtype != x.dtype for p in self.states.parameters()):
             return None
-        key = [(each.data_ptr(), None if each.is_inference() else each._version) for each in parameters]
-        if self.made is None or self.made[0] != key:
-            made = {}
-            for choice in {numbers[0]: numbers for numbers in self.choices}.values():
-                downs, ups = zip(*(self.states[number]() for number in choice), strict=True)
-                made[choice[0]] = torch.stack(downs).mT.contiguous(), torch.stack(ups).mT.contiguous()
-            self.made = key, made
-        return self.made[1]
+        made = {}
+        for choice in {numbers[0]: numbers for numbers in self.choices}.values():
+            downs, ups = zip(*(self.states[number]() for number in choice), strict=True)
+            made[choice[0]] = torch.stack(downs).mT.contiguous(), torch.stack(ups).mT.contiguous()
+        return made
 
 
 class Mixing(Reading):
@@ -288,10 +281,6 @@ class StatesGraft(Graft, StatesRules):
         bank: ControlBank = model.control_bank
         flow.mixing = Mixing(bank, *_rows(model, bank.spec, flow, inputs, attention_mask, cache))
         flow.mixing.choices = [] if flow.records_choices else None
-        seen = 0 if cache is None else cache.get_seq_length()
-        if bank.made is not None and isinstance(seen, int) and not seen:
-            # Tables serve one text: code that changes a parameter's `data` leaves no trace.
-            bank.made = None
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
         """Keep the sums of these tokens' probabilities in the cache for later tokens."""

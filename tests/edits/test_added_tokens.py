@@ -139,7 +139,7 @@ def test_free_rows_come_first_and_old_logits_stay(case: str, tmp_path: Path) -> 
         surgeon.revert(out, tmp_path / "back")
         assert all((tmp_path / "back" / f.name).read_bytes() == f.read_bytes() for f in base.glob("*token*"))
     else:
-        with pytest.raises(BadInput, match="what stood there is lost; take the base"):
+        with pytest.raises(BadInput, match="so its earlier value is lost; take the base"):
             surgeon.revert(out, tmp_path / "back")
 
 

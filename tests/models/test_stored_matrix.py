@@ -62,6 +62,8 @@ def test_anything_else_is_done_with_the_whole_matrix() -> None:
     assert torch.equal(inputs @ matrix.T, inputs @ value.T)
     assert torch.equal(matrix[4:9], value[4:9])
     assert torch.equal(torch.einsum("nc,rc->nr", inputs, matrix), torch.einsum("nc,rc->nr", inputs, value))
+    assert torch.equal(torch.stack((matrix, matrix)), torch.stack((value, value)))
+    assert torch.equal(torch.cat(tensors=[matrix, value]), torch.cat([value, value]))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

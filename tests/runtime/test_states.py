@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import product
 from typing import Any
 
@@ -249,39 +248,6 @@ def test_decoding_reads_no_number_on_the_host(routing: str, top_k: int) -> None:
         model(tokens(2, 1).to("meta"), **{CACHE: cache})
         with pytest.raises((RuntimeError, NotImplementedError)):
             model(tokens(2, 40).to("meta"), **{CACHE: cache})
-
-
-def test_few_tokens_meet_the_matrices_of_today() -> None:
-    """Within a text a parameter may change in place, by loading or be replaced, between two texts even unseen."""
-    model, ids = perturbed(grafted("llama", states(top_k=2)), scale=0.5), tokens(2, 4)
-    bank = model.model.control_bank
-    state = bank.states[0]
-
-    def replace() -> None:
-        state.lora_A.data = state.lora_A.data * -2
-
-    doubled = {name: value * 2 for name, value in model.state_dict().items()}
-    for change in (lambda: state.lora_A.mul_(-2), lambda: model.load_state_dict(doubled), replace):
-        with torch.no_grad():
-            cache = cache_in(model(ids, use_cache=True))
-            model(ids[:, :1], **{CACHE: cache})
-            made, twin, third = bank.made, copy.deepcopy(cache), copy.deepcopy(cache)
-            before = model(ids[:, 1:2], **{CACHE: twin}).logits
-            assert bank.made is made, "made again for every token"
-            change()
-            after = model(ids[:, 1:2], **{CACHE: cache}).logits
-            bank.made = None
-            assert torch.equal(after, model(ids[:, 1:2], **{CACHE: third}).logits)
-            assert not torch.equal(after, before)
-    for change in (lambda: state.lora_A.data.mul_(-2), model.double, model.float):
-        with torch.no_grad():
-            before = model(ids).logits
-            change()
-            after = model(ids).logits
-            bank.made = None
-            assert torch.equal(after, model(ids).logits)
-            assert not torch.equal(after.double(), before.double())
-    assert set(model.state_dict()) == set(doubled)
 
 
 def test_a_matrix_product_and_a_bag_of_rows_agree() -> None:
