@@ -168,28 +168,28 @@ SENTENCES = (
     ),
     Sentence("README.md", "Behind the gate, .*, every answer is the base's", lambda: of_demo()[GATE][1] == 0),
     Sentence(
-        f"{OPERATIONS}/insert_layers.md",
+        f"{OPERATIONS}/layers.md",
         r"on the 8M base the two meet over less than (\S+) nats of it",
         lambda: (above(widest("en-llama-8m", *LAYERS)),),
     ),
     Sentence(
-        f"{OPERATIONS}/insert_layers.md",
+        f"{OPERATIONS}/layers.md",
         "and on the other base the intervals include 0",
         lambda: all(includes_zero(row_of("en-qwen3-4m", name)) for name in LAYERS),
     ),
     Sentence(
-        f"{OPERATIONS}/gated_adapters.md",
+        f"{OPERATIONS}/branches.md",
         "and on the other three seeds were too few",
         lambda: row_of("en-qwen3-4m", "nr")["verdict"] == "points its way",
     ),
     Sentence(
-        f"{OPERATIONS}/control_llm.md",
+        f"{OPERATIONS}/branches.md",
         "forgot and learned least of five surgeries on one base, and learned almost nothing on the other",
         lambda: least_of_surgeries("en-llama-8m") and row_of("en-qwen3-4m", "lerp-mse")["area"] is None,
     ),
     *(
         Sentence(f"{OPERATIONS}/{page}.md", r"[Ff]ull fine-tuning learned most", learns_most_on_both)
-        for page in ("insert_layers", "gated_adapters", "control_llm")
+        for page in ("layers", "branches")
     ),
     Sentence(
         EVIDENCE, "On the second base it learns most too, and forgets less than LoRA on the FFN", lora_forgets_more
@@ -240,7 +240,7 @@ SENTENCES = (
         lambda: all(part < 1 for part, _ in parts_of("both")),
     ),
     Sentence(
-        f"{OPERATIONS}/gated_adapters.md",
+        f"{OPERATIONS}/branches.md",
         r"on one base the two meet over less than (\S+) nats of it",
         lambda: (above(widest("en-llama-8m", "nr")),),
     ),

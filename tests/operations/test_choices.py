@@ -1,4 +1,4 @@
-"""Registries are complete: whatever can be chosen by name is in the page of its operation, and plans may say it."""
+"""Registries are complete: whatever can be chosen by name is in the section of its operation, and plans may say it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from surgeon.grafts import adapters, control, gate, states
 from surgeon.grafts.registry import INTERPOLATORS
 from surgeon.operations.inits import INITS
 from surgeon.plan.plan import json_schema
+from tests.reference_pages.operations import sections
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
-# What is chosen → its page, and the names.
+# What is chosen → its operation, and the names.
 CHOICES: dict[str, tuple[str, Iterable[str]]] = {
-    "interpolators": ("operations/control_llm.md", INTERPOLATORS),
-    "divergences": ("operations/control_llm.md", control.DIVERGENCES),
-    "gates of adapters": ("operations/gated_adapters.md", adapters.GATES),
-    "inits of adapters": ("operations/gated_adapters.md", adapters.VARIANCES),
-    "local losses": ("operations/gated_adapters.md", adapters.LOCAL_LOSSES),
-    "inits of layers": ("operations/insert_layers.md", INITS),
-    "gates of control states": ("operations/mixture_of_control.md", states.MIXTURE_GATES),
-    "sharing of gates": ("operations/mixture_of_control.md", states.GATE_SHARING),
-    "routing in training": ("operations/mixture_of_control.md", states.TRAIN_ROUTINGS),
-    "routing at inference": ("operations/mixture_of_control.md", states.INFERENCE_ROUTINGS),
-    "what domain gates read": ("operations/domain_gate.md", gate.READS),
-    "forms of domain gates": ("operations/domain_gate.md", gate.FORMS),
-    "sites": ("operations/mixture_of_control.md", states.SITES),
+    "interpolators": ("control_llm", INTERPOLATORS),
+    "divergences": ("control_llm", control.DIVERGENCES),
+    "gates of adapters": ("gated_adapters", adapters.GATES),
+    "inits of adapters": ("gated_adapters", adapters.VARIANCES),
+    "local losses": ("gated_adapters", adapters.LOCAL_LOSSES),
+    "inits of layers": ("insert_layers", INITS),
+    "gates of control states": ("mixture_of_control", states.MIXTURE_GATES),
+    "sharing of gates": ("mixture_of_control", states.GATE_SHARING),
+    "routing in training": ("mixture_of_control", states.TRAIN_ROUTINGS),
+    "routing at inference": ("mixture_of_control", states.INFERENCE_ROUTINGS),
+    "what domain gates read": ("domain_gate", gate.READS),
+    "forms of domain gates": ("domain_gate", gate.FORMS),
+    "sites": ("mixture_of_control", states.SITES),
 }
 NAMED = [(what, name) for what, (_, names) in CHOICES.items() for name in names]
 
 
 @pytest.mark.parametrize(("what", "name"), NAMED)
-def test_what_can_be_chosen_is_in_its_page(what: str, name: str) -> None:
-    page, _ = CHOICES[what]
-    text = (DOCS / page).read_text(encoding="utf-8")
-    assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), f"{page} does not name {name}"
+def test_what_can_be_chosen_is_in_its_section(what: str, name: str) -> None:
+    op, _ = CHOICES[what]
+    page, text = sections()[op]
+    assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), f"{page.name}: the section {op} does not name {name}"
 
 
 def test_plans_may_say_whatever_can_be_chosen() -> None:

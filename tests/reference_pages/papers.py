@@ -8,6 +8,7 @@ from unicodedata import normalize
 from surgeon.operations import OPERATIONS
 from surgeon.operations.inits import INITS
 from surgeon.operations.operation import Paper
+from tests.reference_pages.operations import link
 
 PAPERS_HEAD = """\
 # Papers
@@ -28,7 +29,7 @@ def papers_page() -> str:
         for paper in operation.papers:
             inits = [kind for kind, init in INITS.items() if op == "insert_layers" and init.paper == paper]
             made = f" ({', '.join(f'`{kind}`' for kind in inits)})" if inits else ""
-            users.setdefault(paper, []).append(f"[{op}](operations/{op}.md){made}")
+            users.setdefault(paper, []).append(f"[{op}]({link(op)}){made}")
     rows = [f"| {_cited(paper)} | {', '.join(ops)} |" for paper, ops in users.items()]
     entries = "\n\n".join(paper.bibtex for paper in users)
     return PAPERS_HEAD + "\n".join(rows) + f"\n\n## BibTeX\n\n```bibtex\n{entries}\n```\n"

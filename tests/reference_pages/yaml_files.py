@@ -14,13 +14,14 @@ from surgeon.operations.operation import TrainingDefaults
 from surgeon.plan.plan import json_schema
 from surgeon.training.config.loading import json_schema as training_schema
 from surgeon.training.config.settings import FINETUNING, LORA
+from tests.reference_pages.operations import link
 
 HEAD = """\
 # Plan reference
 
 `python -m tests.reference_pages` writes this page from the schema that `surgeon schema` prints, and a test compares the
-two. [Writing plans](../how-to/writing-plans.md) explains how to write a plan and what selectors mean; the page of each
-operation explains its options. A key that is not listed here is refused with its line.
+two. [Writing plans](../how-to/writing-plans.md) explains how to write a plan and what selectors mean;
+[operations](operations/index.md) explains the options of each. A key that is not listed here is refused with its line.
 """
 
 TRAINING_HEAD = """\
@@ -83,7 +84,7 @@ def plans_page() -> str:
     parts = [HEAD, "## The plan\n", schema["description"] + "\n", _table(schema, models)]
     for op in OPERATIONS:
         model = models[operations[op]]
-        parts += [f"## {op}\n", f"{model['description']} [What it is](operations/{op}.md).\n", _table(model, models)]
+        parts += [f"## {op}\n", f"{model['description']} [What it is]({link(op)}).\n", _table(model, models)]
     parts.append("## What stands inside\n")
     for name in sorted(models):
         if not _is_op(models[name]):
@@ -118,7 +119,7 @@ def _file_page(head: str, schema: dict[str, Any]) -> str:
 def _defaults_of_operations() -> str:
     """The table of what a training config may leave out, by operation."""
     found = {"none": FINETUNING, "`lora`": LORA}
-    found |= {f"[{op}](operations/{op}.md)": operation.training for op, operation in OPERATIONS.items()}
+    found |= {f"[{op}]({link(op)})": operation.training for op, operation in OPERATIONS.items()}
     rows = [_defaults_row(name, defaults) for name, defaults in found.items()]
     sources = [f"- {name}: {defaults.source}" for name, defaults in found.items()]
     return f"\n{DEFAULTS_HEAD}" + "\n".join([*rows, "\nTheir sources:\n", *sources]) + "\n"
