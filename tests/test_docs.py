@@ -280,6 +280,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 WRITTEN = reference_pages.PAGES.keys()
 # Of hand-written prose: the words outside of code blocks and of what scripts write.
 MOST_WORDS, MOST_OF_A_PAGE, MOST_OF_README = 20_000, 1_800, 440
+# Pages of docs/ that people write; those that a script writes whole do not count.
+MOST_PAGES = 24
 # Words that people for whom English is a second language stumble over; docs, help and messages do without.
 AVOIDED = re.compile(
     r"\b(fore(tel\w*|told)|tell(s|ing)?|told|anew|born with|newborn|bears?|patience|hears of|ears|troubles?)\b", re.I
@@ -295,6 +297,12 @@ def prose(page: Path) -> str:
     written = r"<!-- (?:figures: .*?<!-- end of figures|written by .*?<!-- until here) -->"
     text = re.sub(written, "", page.read_text(encoding="utf-8"), flags=re.S)
     return re.sub(r"<!--.*?-->", "", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M), flags=re.S)
+
+
+def test_there_are_few_pages_by_hand() -> None:
+    written = {reference_pages.DOCS / name for name in WRITTEN}
+    assert written < set(DOCS)
+    assert len(set(DOCS) - written) <= MOST_PAGES
 
 
 def test_no_page_is_long_and_all_of_them_can_be_read() -> None:
