@@ -61,6 +61,31 @@ def test_losses_and_gradients_are_those_of_the_whole(
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is watched
 
 
+def test_narrow_dtypes_attend_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed and one document a row, with gradients and without: one loss, and the hidden states stay narrow."""
+    tiny.checkpoint(tmp_path / "base", "llama", dtype="bfloat16")
+    model: Any = load_model(tmp_path / "base", attention="sdpa")
+    model.config.use_cache = False
+    seen: set[torch.dtype] = set()
+
+    def watched(module: Any, query: torch.Tensor, *given: Any, **named: Any) -> Any:
+        seen.update((query.dtype, *(each.dtype for each in given[:2])))
+        return sdpa_attention_forward(module, query, *given, **named)
+
+    monkeypatch.setattr(room, "sdpa_attention_forward", watched)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", watched)
+    batch = packed(model.config.vocab_size)
+    for given in (batch, {"input_ids": batch["input_ids"], "labels": batch["labels"]}):
+        seen.clear()
+        with by_document():
+            loss = model(**given).loss
+            with torch.no_grad():
+                assert torch.equal(model(**given).loss, loss)
+            assert model.model(given["input_ids"]).last_hidden_state.dtype == torch.bfloat16
+        assert seen == {torch.float32}
+        loss.backward()
+
+
 def test_masks_that_keep_nothing_apart_stay_whole() -> None:
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     apart = causal.clone()

@@ -18,6 +18,7 @@ from surgeon.manifest.reading import parse
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
 from surgeon.training.config.settings import Settings
+from surgeon.training.steps import optimizer as stepping
 from surgeon.training.steps import trainer
 from surgeon.training.steps.optimizer import MasterAdamW, make_schedule
 from surgeon.training.trainable.trainable_set import TrainedParameters, WrongSet, check_set, unfreeze
@@ -161,6 +162,30 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_masters() -> None:
             optimizer.step()
     assert torch.equal(narrow.detach(), wide.detach().bfloat16())
     assert torch.equal(plain.detach(), torch.ones(8, dtype=torch.bfloat16))  # what goes wrong without
+
+
+def test_parts_are_updated_once_each_as_by_one_step_of_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of one parameter and of two: narrow and wide ones, in two groups, one without a gradient."""
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+    for numbers in (1, 12):
+        monkeypatch.setattr(stepping, "_PART", numbers)
+        ours, wide = (
+            [torch.nn.Parameter(torch.ones(8, dtype=d)) for d in each] for each in (dtypes, [torch.float32] * 5)
+        )
+        groups = [
+            [{"params": p[:2], "weight_decay": 0.1}, {"params": p[2:], "weight_decay": 0.0}] for p in (ours, wide)
+        ]
+        steppers = MasterAdamW(groups[0], lr=1e-3), torch.optim.AdamW(groups[1], lr=1e-3, fused=True)
+        for seed in range(5):
+            for place, (own, theirs) in enumerate(zip(ours, wide, strict=True)):
+                drawn = torch.randn(8, generator=torch.Generator().manual_seed(10 * seed + place)).bfloat16()
+                own.grad, theirs.grad = (None, None) if place == 3 else (drawn.to(own.dtype), drawn.float())
+            for each in steppers:
+                each.step()
+            assert all(parameter.grad is None for parameter in (*ours, *steppers[0].masters.values()))
+        for own, theirs in zip(ours, wide, strict=True):
+            assert torch.equal(steppers[0].masters.get(own, own), theirs)
+            assert torch.equal(own, theirs.to(own.dtype))
 
 
 def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened() -> None:

@@ -8,7 +8,7 @@ optimizer: updates too small for bfloat16 accumulate there until they change the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from surgeon.training.config.settings import Settings
 from surgeon.training.processes.sharding import dealt_out
+
+# The numbers of a part of the parameters: their gradients in float32 take 16 MiB, more where one parameter has more.
+_PART = 4 * 1024 * 1024
 
 
 class MasterAdamW(AdamW):
@@ -41,16 +44,28 @@ class MasterAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update the masters, and copy them to the parameters; `closure` must be None."""
+        """Update the masters, and copy them to the parameters; `closure` must be None.
+
+        Each part of the parameters is updated by itself, so that only its gradients exist in float32. Gradients are
+        set to None as they are used.
+        """
         assert closure is None
-        for parameter, master in self.masters.items():
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-        with self._on_masters():
-            stepped = super().step()
-        for parameter, master in self.masters.items():
-            parameter.copy_(master)
-            master.grad = None
-        return stepped
+        trained = [parameter for group in self.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in trained]
+        for parameter in trained:
+            parameter.grad = None
+        for part in _parts(trained):
+            updated = [self.masters.get(parameter, parameter) for parameter in part]
+            for stepped in updated:
+                gradient = gradients.pop(0)
+                stepped.grad = None if gradient is None else gradient.float()
+                del gradient
+            with self._on_masters():
+                super().step()
+            for parameter, stepped in zip(part, updated, strict=True):
+                stepped.grad = None
+                if stepped is not parameter:
+                    parameter.copy_(stepped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return AdamW's state, and the `masters` in the order of the parameters."""
@@ -87,6 +102,18 @@ class MasterAdamW(AdamW):
             # `load_state_dict` replaces the groups, so parameters are put back into the present ones.
             for group, parameters in zip(self.param_groups, held, strict=True):
                 group["params"] = parameters
+
+
+def _parts(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the parameters in order, in parts that end as soon as they have `_PART` numbers."""
+    part: list[Tensor] = []
+    for parameter in parameters:
+        part.append(parameter)
+        if sum(each.numel() for each in part) >= _PART:
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings, *, decayed: set[str]) -> MasterAdamW:
