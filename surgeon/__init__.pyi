@@ -78,6 +78,7 @@ from surgeon.rework.merge import merge as merge
 from surgeon.rework.refresh import refresh as refresh
 from surgeon.rework.revert import revert as revert
 from surgeon.share.export_slot import export_slot as export_slot
+from surgeon.share.gguf import write_gguf as write_gguf
 from surgeon.share.push import push as push
 from surgeon.training.config.loading import LoadedConfig as LoadedConfig
 from surgeon.training.config.loading import load_config as load_config

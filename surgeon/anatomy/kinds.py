@@ -157,8 +157,8 @@ def broken_pattern(
         return None
     return (
         f"the base's types of layers repeat every {period} layers, the output's no longer: transformers reads each"
-        " layer's type from config.json, but an engine that takes the pattern as fixed (llama.cpp does, for Gemma 2 and"
-        " 3) runs this output wrongly"
+        " layer's type from config.json, but an engine that takes the pattern as fixed runs this output wrongly (for"
+        " llama.cpp, `surgeon gguf` writes each layer's type)"
     )
 
 

@@ -249,6 +249,12 @@ shown(
     "Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above.",
 )
 shown(
+    "write_gguf",
+    "gguf_view",
+    "Write OUT as a GGUF file for llama.cpp, by llama.cpp's own converter.",
+    name="gguf",
+)
+shown(
     "push",
     "pushed_view",
     "Verify OUT and push it to a repository of the Hub; the same command continues an interrupted push.",

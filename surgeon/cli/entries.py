@@ -26,7 +26,7 @@ GROUPS = {
     "Grow": ("demo", "plans", "families", "preview", "apply", "verify"),
     "Train and measure": ("learn", "train", "recall", "evaluate", "chat", "compare", "continual"),
     "Look": ("inspect", "diff", "report", "transport-report", "routing-report"),
-    "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "push"),
+    "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "gguf", "push"),
     "For editors": ("schema",),
 }
 # Example arguments after `surgeon COMMAND`.
@@ -55,6 +55,7 @@ EXAMPLES = {
     "merge": "run merged --alpha 0.5",
     "delta": "run run-delta",
     "export-slot": "run 0 adapter",
+    "gguf": "run run-q8_0.gguf --converter llama.cpp --type q8_0",
     "push": "run user/name --dry-run",
     "schema": "--training > train.schema.json",
 }
@@ -63,7 +64,7 @@ _FORMER = {
     "evaluate --mtp": "an engine that serves the model counts accepted drafts",
     "evaluate --draft": "an engine that serves the model counts accepted drafts",
     "families --after": "`surgeon preview` of a plan with both operations, or on an output, says whether they combine",
-    "gguf-pattern": "insert whole periods (`where: {every_period: 1}`), whose pattern llama.cpp takes as it is",
+    "gguf-pattern": "`surgeon gguf` writes each layer's window",
     "report --png": "the page (`--html`) has the figures, and a browser prints it",
     "transport-report --maps": "`surgeon report OUT --maps NAME` shows maps in its page",
     "transport-report --png": "`surgeon report OUT --maps NAME` shows maps in its page",

@@ -212,6 +212,12 @@ SPELLINGS = {
     "delta.base": _S("the base: the delta then includes side files that differ from the base's"),
     "export-slot.slot": _S("the slot's number, as `surgeon inspect` shows it", "SLOT", least=0),
     "export-slot.dest": _S("folder of the adapter", "DEST"),
+    "gguf.file": _S("new file; its name, without the type, is the model's", "FILE", kind=Path),
+    "gguf.type": _S("type of matrices: bf16, q8_0, f16, f32"),
+    "gguf.converter": _S(
+        "checkout of llama.cpp, or its convert_hf_to_gguf.py, which runs; default: the one on the PATH", kind=Path
+    ),
+    "gguf.base": _S("base whose tokenizer names the pre-tokenizer of a changed vocabulary", kind=str),
     "push.repo_id": _S("repository of the Hub: user/name", "REPO"),
     "push.base": _S("verify against this base first, logits included; default: the one that OUT names"),
     "push.public": _S("who may see the repository, if it is new  [default: private]", option="--public/--private"),

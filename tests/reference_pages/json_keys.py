@@ -25,6 +25,7 @@ from surgeon.rework.merge import Merged
 from surgeon.rework.refresh import Refreshed
 from surgeon.rework.revert import Reverted
 from surgeon.share.export_slot import Exported
+from surgeon.share.gguf import WrittenGguf
 from surgeon.share.push import Pushed
 from surgeon.training.dry_run import Rehearsal
 from surgeon.training.publishing import Trained
@@ -81,6 +82,7 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "make_delta": {"`surgeon delta`.": (MadeDelta,)},
     "apply_delta": {"`surgeon apply --delta`.": (AppliedDelta,)},
     "export_slot": {"": (Exported,)},
+    "write_gguf": {"`surgeon gguf`.": (WrittenGguf,)},
     "push": {"": (Pushed,)},
 }
 

@@ -72,7 +72,7 @@ _GROUPS = {
     "Train and measure": "learn train rehearse recall evaluate compare continual",
     "Look": "inspect diff report transport_report routing_report",
     "Undo, convert, share": (
-        "revert refresh blend write_blend share_by_answers merge make_delta apply_delta export_slot push"
+        "revert refresh blend write_blend share_by_answers merge make_delta apply_delta export_slot write_gguf push"
     ),
     "Plans": (
         "parse_plan load_plan load_named LoadedPlan find_plan FoundPlan find_sweep shipped_plans shipped_studies"
