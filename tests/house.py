@@ -508,6 +508,8 @@ def main(*arguments: str) -> None:
     paths = [Path(each).resolve() for each in arguments if each != "--sites"]
     package = paths[0] if paths else PACKAGE
     package = package / "surgeon" if (package / "surgeon" / "__init__.py").is_file() else package
+    if not (package / "__init__.py").is_file():
+        raise SystemExit(f"{package}: no package; python -m tests.house [--sites | --calls | --pin] [CHECKOUT]")
     print("\n".join(report(House(package), sites="--sites" in arguments)))
 
 

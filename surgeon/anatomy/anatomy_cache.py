@@ -4,7 +4,7 @@ With a cached anatomy, the second command needs neither torch nor a twin: that s
 all of them the import of torch and transformers.
 
 An entry holds what `dissect` found from a config and headers, and the answers that its derivation has given since, such
-as grown configs; proofs of plans are cached next to them (apply/proofs.py). It is valid only for the same config,
+as grown configs; proofs of plans are cached next to them (writing/proofs.py). It is valid only for the same config,
 tensors, versions and code of surgeon, and only if this user's surgeon wrote it. Only answers are cached, never
 refusals, which are computed each time.
 """

@@ -174,7 +174,10 @@ def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int, shared: Sha
 
 
 def _difference(one: Any, other: Any) -> str:
-    """Return in words the first difference between the descriptions of two kinds of layers."""
+    """Return in words the first difference between the descriptions of two kinds of layers.
+
+    A description is a pair: for each module (name, class, shapes, settings), and the config's own (key, value).
+    """
     for (name, kind, shapes, settings), (_, kind2, shapes2, settings2) in zip(one[0], other[0], strict=False):
         if kind != kind2:
             return f"{kind} in place of {kind2}"

@@ -123,7 +123,9 @@ class Entry:
 
     def _spelling(self, parameter: str) -> Spelling:
         """Return the spelling of a parameter: the command's own, else the common one."""
-        return SPELLINGS.get(f"{self.name}.{parameter}") or SPELLINGS[parameter]
+        found = SPELLINGS.get(f"{self.name}.{parameter}") or SPELLINGS.get(parameter)
+        assert found is not None, f"`{parameter}` of `surgeon {self.name}` has no entry in SPELLINGS (spellings.py)"
+        return found
 
 
 ENTRIES: dict[str, Entry] = {}

@@ -281,7 +281,7 @@ def _spans(spans: tuple[SpanClass, ...]) -> tuple[str, list[str]]:
 
 
 def _heads(native: Composition) -> str:
-    """Return the classes of heads."""
+    """Return the source text that makes the classes with heads: a call of `head` for each."""
     first = HeadClass(native.autos[-1], native.head, native.output)
     made = f"\nhead = partial(head_over, {upcycled(native.config)}, {upcycled(native.text)})\n"
     for head in (first, *native.heads):

@@ -233,6 +233,8 @@ class _Added:
     def _parts(self, text: str) -> list[str]:
         """Split a text at added tokens; return the parts between them, without the spaces that they strip."""
         found: list[str] = []
+        # `begin`: where the present part starts; `at`: from where the next added token is looked for. `first` finds
+        # characters with which one may start, and `lengths` are descending, so that the longest one counts.
         begin = at = 0
         while self.first is not None and (match := self.first.search(text, at)):
             at = match.start()

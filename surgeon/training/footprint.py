@@ -39,7 +39,9 @@ def checkpoint_bytes(model: torch.nn.Module) -> int:
 def check_room_of(run: Run, model: torch.nn.Module) -> None:
     """Raise BadInput where the disk has no room for the checkpoints, the published run and the files of remedies.
 
-    One checkpoint more is counted than is kept, because a new one is written before an old one is removed.
+    One checkpoint more is counted than is kept, because a new one is written before an old one is removed. The trained
+    tensors are counted once more, as the last step keeps them until the run is published; files of an earlier try count
+    as free room.
     """
     checkpoint = checkpoint_bytes(model)
     published = sum(info.nbytes for info in run.out.tensors.values())

@@ -371,9 +371,11 @@ def _decodes(model: Any, ids: Tensor) -> bool:
     """Return whether a model runs over a cache; any surgeon error counts as no."""
     try:
         with torch.inference_mode():
-            return all(True for _ in decoded(model, ids, 1))
+            for _ in decoded(model, ids, 1):
+                pass
     except SurgeonError:
         return False
+    return True
 
 
 def _check_promise(found: Sequence[Any], blueprint: Blueprint) -> None:

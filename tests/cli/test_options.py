@@ -83,6 +83,7 @@ def test_what_was_not_given_is_left_to_the_function(monkeypatch: pytest.MonkeyPa
 def test_every_command_has_its_group_and_an_example_that_it_takes() -> None:
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(ENTRIES) == sorted(EXAMPLES)
+    assert all(entry.help.strip() for entry in ENTRIES.values()), "each says what it does"
     for name, example in EXAMPLES.items():
         COMMANDS[name].make_context(name, example.partition(" > ")[0].split())
 

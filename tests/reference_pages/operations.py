@@ -24,4 +24,6 @@ def sections() -> dict[str, tuple[Path, str]]:
 
 def link(op: str) -> str:
     """The address of an operation's section, seen from docs/reference."""
-    return f"operations/{sections()[op][0].name}#{op}"
+    found = sections()
+    assert op in found, f"no page of docs/reference/operations has a section `## {op}`"
+    return f"operations/{found[op][0].name}#{op}"

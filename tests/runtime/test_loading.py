@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,18 @@ def test_what_is_renamed_of_a_base_leaves_the_names_of_its_grafts() -> None:
                     assert one.rename_source_key(f"model.layers.3.{suffix}")[0].endswith(f".{suffix}"), model_type
                 for name in ("model.layers.3.self_attn.q_proj.weight", "transformer.h.3.ln_1.bias", "lm_head.weight"):
                     assert one.rename_source_key(name) == other.rename_source_key(name)
+
+
+@pytest.mark.parametrize("graft", sorted(alone()))
+def test_the_rules_name_every_tensor_of_a_graft(graft: str) -> None:
+    """A name that they lack would be converted as the native model's own."""
+    native = set(tiny.model("llama").state_dict())
+    added = set(grafted("llama", alone()[graft]).state_dict()) - native
+    # Those of an expanded twin and of the tail are a native layer's.
+    layers = tuple(f".{name.split('.', 3)[3]}" for name in native if name.startswith("model.layers."))
+    own = {name for name in added if not name.endswith(layers)}
+    assert own or graft == "control"
+    assert not [name for name in own if not any(fnmatch(name, each) for each in GraftRules.tensors)]
 
 
 def test_a_missing_graft_tensor_is_refused(tmp_path: Path) -> None:

@@ -37,10 +37,13 @@ class DropFaint(Operation):
         base.need_weights("how loud each layer is")
         import torch
 
+        from surgeon.models.load import stored_dtype
+
         loudest: list[float] = []
         for layer, tensors in enumerate(base.anatomy.layers):
             writing = base.anatomy.kinds[base.anatomy.kind_of[layer]].silence
-            values = [torch.frombuffer(base.folder.read(tensors[s].name), dtype=torch.bfloat16) for s in writing]
+            infos = [tensors[suffix] for suffix in writing]
+            values = [torch.frombuffer(base.folder.read(i.name), dtype=stored_dtype(i.dtype)) for i in infos]
             loudest.append(max(float(value.abs().max()) for value in values))
         order = sorted(range(len(loudest)), key=lambda layer: (loudest[layer], layer))
         base.notes.append(f"loudness of layers was measured: {min(loudest):.3g} to {max(loudest):.3g}")
