@@ -83,7 +83,7 @@ class KeptAnswers:
     @property
     def kl(self) -> Ratio | None:
         """KL(base ‖ model) in nats a token of the base's answers and of their ends; None where tokens differ."""
-        return None if self.apart is None else self.apart.loss_ratio
+        return None if self.apart is None else self.apart.loss_ratio.map(lambda value: max(0.0, value))
 
     @property
     def prefix(self) -> Ratio:
@@ -153,8 +153,8 @@ def _figure(found: Ratio, form: str) -> str:
 
 
 def _mean(values: Sequence[float]) -> Ratio:
-    """Return the mean of a value for each prompt, with its interval."""
-    return ratio(np.array(values), np.ones(len(values)))
+    """Return the mean of a share for each prompt, with its interval, which ends at 0 and 1."""
+    return ratio(np.array(values), np.ones(len(values))).map(lambda share: min(1.0, max(0.0, share)))
 
 
 def _prefix(base: Answer, own: Answer) -> float:

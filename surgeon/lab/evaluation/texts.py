@@ -38,7 +38,7 @@ from surgeon.lab.evaluation.results import CellT, Evaluation, LabelScores, Model
 # The longest window by default: longer ones cost memory and change the numbers little.
 LONGEST = 2048
 
-# With fewer documents an interval is too rough to rely on.
+# With fewer documents, or prompts, an interval is too rough to rely on.
 _FEW_DOCUMENTS = 10
 
 
@@ -115,6 +115,8 @@ def evaluate_texts(
     if kl:
         rows[1:] = _with_kl(models, rows[1:], windows[0], how)
     if asked is not None:
+        if (given := len(asked.prompts)) < _FEW_DOCUMENTS:
+            how.note(f"answers to {given} prompts are compared, so their intervals are rough, or there are none")
         settings: dict[str, Any] = {"dtype": how.dtype, "device": how.device, "listener": how.listener}
         kept = kept_answers(models[0], models[1:], asked, **settings)
         rows[1:] = [replace(row, kept=each) for row, each in zip(rows[1:], kept, strict=True)]

@@ -44,7 +44,6 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.places import meant, named
 from surgeon.common.signed import read_signed, write_signed
-from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
 
@@ -426,14 +425,15 @@ def learned_view(learned: Learned) -> RenderableType:
         Text(),
     ]
     if kept is not None:
-        answers = FittedTable("prompt")
-        for column in ("the base", "this model"):
-            answers.add_column(column)
         step = max(1, len(kept.prompts) // _SHOWN)
         for prompt, base, own in list(zip(kept.prompts, kept.base_answers, kept.answers, strict=True))[::step][:_SHOWN]:
             texts = [printable(" ".join(each.text.split()), _LONGEST_SHOWN) for each in (base, own)]
-            answers.add_row(printable(prompt), texts[0], "the same" if texts[0] == texts[1] else texts[1])
-        parts += [answers, Text()]
+            parts += [
+                Text(printable(prompt), style="bold"),
+                Text(f"  the base    {texts[0]}"),
+                Text(f"  this model  {'the same' if texts[0] == texts[1] else texts[1]}"),
+            ]
+        parts += [Text()]
     holds = learned.verification.holds
     blended = "" if learned.share == 1 else f", {learned.share:g} of it and the rest of the base"
     parts += [
