@@ -100,7 +100,7 @@ def read_yaml(path: Path, *, what: str, needs: str) -> Document:
     Raises BadInput as `read_text` and `parse_yaml` do, and for a file of rows.
     """
     if path.suffix in (".jsonl", ".parquet"):
-        raise BadInput(f"{printable(str(path))}: holds rows, not a {what}; name it in one, which is YAML with {needs}")
+        raise BadInput(f"{printable(str(path))}: holds rows, not a {what}; name it in one: YAML with {needs}")
     return parse_yaml(read_text(path, what=what), str(path), what=what, needs=needs)
 
 

@@ -43,8 +43,8 @@ class Written:
     def __init__(self, tokenizer: Tokenizer, template: str, chat: Chat) -> None:
         """Render `chat` in the first form of a turn (`_FORMS`) of which the template leaves nothing out.
 
-        Raises BadInput where the template refuses every form, or leaves out tools, calls or all answers' words, and for
-        a role that is neither usual nor named by the template.
+        Raises BadInput where the template refuses every form, or leaves out tools, calls or all answers' words, and
+        for a role that is neither usual nor named by the template.
         """
         check_roles(chat.messages, template)
         self.tokenizer = tokenizer

@@ -211,8 +211,8 @@ def layout_of(names: Collection[str], spec: RowsSpec, where: str) -> Layout:
         raise BadInput(f"{printable(where)}: no key `{printable(wanted)}`; {there}; {do}")
     if question := next((key for key in _ASKS if key in names), None):
         raise BadInput(
-            f"{printable(where)}: the question `{question}` has no answer ({', '.join(_ANSWERS)}); {there}; add it, or"
-            f" {_FIELD} of a text or `field: [QUESTION, ANSWER]`"
+            f"{printable(where)}: the question `{question}` has no answer ({', '.join(_ANSWERS)}); {there}; add it,"
+            f" or {_FIELD} of a text or `field: [QUESTION, ANSWER]`"
         )
     text = "" if spec.kind == "chat" else f"a text (`{TEXT}`) or "
     raise BadInput(

@@ -222,7 +222,8 @@ def _texts(new: Sequence[str | Path], base: Checkpoint) -> dict[str, _Text]:
                 raise BadInput(f"{printable(str(path))}: a training file; for --new write a data file: {_LISTED}")
             assert isinstance(spec, TextSpec)
             if spec.name in (*found, OWN, TO_INSTRUCTIONS):
-                raise BadInput(f"--new {printable(str(given))}: the name {spec.name} is taken; give another: NAME=FILE")
+                shown = printable(str(given))
+                raise BadInput(f"--new {shown}: the name {spec.name} is taken; give another: NAME=FILE")
             place = spec.path if spec.repo_id else str(path.parent / meant(spec.path))
             found[spec.name] = _Text({**spec.model_dump(exclude_defaults=True), "path": place}, text)
     if not found:
@@ -294,8 +295,8 @@ class _Learning:
             self.say(f"{name}: costs the base {bits[name]:.2f} bits a byte, its own text {bits[OWN]:.2f}")
             if bits[name] <= bits[OWN]:
                 raise BadInput(
-                    f"{printable(text.source['path'])}: costs the base {bits[name]:.2f} bits a byte, no more than text"
-                    f" of its own ({bits[OWN]:.2f}), so there is nothing to learn; give text that is new to it"
+                    f"{printable(text.source['path'])}: costs the base {bits[name]:.2f} bits a byte, no more than"
+                    f" text of its own ({bits[OWN]:.2f}), so there is nothing to learn; give text that is new to it"
                 )
 
     def grow(self) -> Path:
