@@ -97,8 +97,10 @@ def decoded(raw: bytes, source: str) -> str:
 def read_yaml(path: Path, *, what: str, needs: str) -> Document:
     """Read a file that holds a document; `what` and `needs` are for errors, as in `parse_yaml`.
 
-    Raises BadInput as `read_text` and `parse_yaml` do.
+    Raises BadInput as `read_text` and `parse_yaml` do, and for a file of rows.
     """
+    if path.suffix in (".jsonl", ".parquet"):
+        raise BadInput(f"{printable(str(path))}: holds rows, not a {what}; name it in one: YAML with {needs}")
     return parse_yaml(read_text(path, what=what), str(path), what=what, needs=needs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,13 @@ _INSTEAD_OF_WORDS = ("tool_calls", "reasoning_content", "thinking")
 # Keys of a message's speaker and text, in the formats of OpenAI, ShareGPT and Gemini.
 _ROLES, _CONTENTS = ("role", "from"), ("content", "value", "parts")
 _CALLS = "function_call"
-# Speaker names in exported chats, mapped to the four roles that templates know.
+# Speaker names in exported chats, mapped to the roles that templates know.
 _SPEAKERS = (
     dict.fromkeys(("human", "user", "prompter"), "user")
     | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "assistant", "ai", _CALLS), ASSISTANT)
     | dict.fromkeys(("system",), "system")
     | dict.fromkeys(("tool", "function", "observation", "function_response"), "tool")
+    | {"developer": "developer", "ipython": "ipython"}
 )
 # The deepest nesting of data passed to templates; JSON schemas of real tools have about a dozen levels.
 _DEPTH = 100
@@ -32,13 +34,14 @@ _DEPTH = 100
 class Message:
     """One turn of a chat; `more` are further fields that a template may read.
 
-    The loss counts it where the assistant says it and `counts` is true.
+    The loss counts it where the assistant says it and `counts` is true. `number` is its place in its list, from 1.
     """
 
     role: str
     content: str
     counts: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
+    number: int = field(default=0, compare=False)
 
     @property
     def answers(self) -> bool:
@@ -85,10 +88,10 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
     )
     if not isinstance(speaker, str):
         raise BadInput(f"{shown} has no `role` (nor `from`) that is a text; say who speaks")
-    # Unknown names are accepted under `role`, as a template may know them, but not under `from`.
-    role = _SPEAKERS.get(speaker.strip().lower(), speaker if "role" in value else None)
-    if role is None:
-        raise BadInput(f"{shown} is from `{printable(speaker)}`, which is none of {', '.join(_SPEAKERS)}; rename it")
+    role = _SPEAKERS.get(speaker.strip().lower(), speaker)
+    # Under `role` a template may know other names, which are checked where it is known.
+    if role not in _SPEAKERS.values() and "role" not in value:
+        raise BadInput(f"{printable(where)}: {_unknown(nth, speaker)}")
     more = {key: value[key] for key in _PASSED if value.get(key) not in (None, [], "")}
     if speaker.strip().lower() == _CALLS:
         more["tool_calls"], content = _json(content, "a call", shown), None
@@ -106,7 +109,19 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
         raise BadInput(f"{shown} has no `content` (nor `value`) that is a text ({said}); add it, or remove this chat")
     said = f"{where}, message {nth}"
     counts = _counts(value, shown)
-    return Message(checked_text(role, said), checked_text(content, said), counts, _plain(more, said))
+    return Message(checked_text(role, said), checked_text(content, said), counts, _plain(more, said), nth)
+
+
+def _unknown(nth: int, speaker: str) -> str:
+    """Return the error text for a speaker that is not known."""
+    return f"message {nth} is from `{printable(speaker)}`, which is none of {', '.join(_SPEAKERS)}; rename it"
+
+
+def check_roles(messages: Sequence[Message], template: str = "") -> None:
+    """Raise BadInput for a role that is no usual one, unless the template has it in quotation marks."""
+    for each in messages:
+        if each.role not in _SPEAKERS.values() and not re.search(f"['\"]{re.escape(each.role)}['\"]", template):
+            raise BadInput(_unknown(each.number, each.role))
 
 
 def tools_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:

@@ -321,6 +321,8 @@ def text_files(path: Path) -> list[Path]:
             raise BadInput(
                 f"{shown}: no {', '.join(_KINDS)} in this folder; put the texts there, or name another folder"
             )
+        if path / "config.json" in found and any(each.suffix in (".safetensors", ".bin") for each in path.iterdir()):
+            raise BadInput(f"{shown}: a checkpoint, not a text; give a file or folder of texts")
         return found
     if not os.path.lexists(path):
         raise BadInput(f"{shown}: no such file or folder; check the path")

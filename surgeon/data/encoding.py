@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from surgeon.data.chats import ASSISTANT, Chat
+from surgeon.data.chats import ASSISTANT, Chat, check_roles
 from surgeon.data.layouts import CutText, Document, Labelled
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
@@ -43,8 +43,10 @@ class Written:
     def __init__(self, tokenizer: Tokenizer, template: str, chat: Chat) -> None:
         """Render `chat` in the first form of a turn (`_FORMS`) of which the template leaves nothing out.
 
-        Raises BadInput where the template refuses every form, or leaves out tools, calls or all answers' words.
+        Raises BadInput where the template refuses every form, or leaves out tools, calls or all answers' words, and
+        for a role that is neither usual nor named by the template.
         """
+        check_roles(chat.messages, template)
         self.tokenizer = tokenizer
         self.template = template
         self.chat = chat

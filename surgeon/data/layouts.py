@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from surgeon.data.chats import ASSISTANT, Chat, Message, checked_text, tools_of, turn_of
+from surgeon.data.chats import ASSISTANT, Chat, Message, check_roles, checked_text, tools_of, turn_of
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
 
@@ -151,6 +151,11 @@ def _chat(entry: Mapping[str, Any], turns: Sequence[Message], where: str) -> Cha
     answers = [message for message in messages if message.answers]
     if not any(message.says for message in answers):
         why = "no message of the role `assistant`"
+        if not any(message.role == ASSISTANT for message in messages):
+            try:
+                check_roles(messages)
+            except BadInput as error:
+                raise BadInput(f"{printable(where)}: {error}") from None
         if answers:
             why = "every answer of the assistant that counts is empty"
         elif any(message.role == ASSISTANT for message in messages):
@@ -204,6 +209,11 @@ def layout_of(names: Collection[str], spec: RowsSpec, where: str) -> Layout:
         chat = not asked and spec.kind == "text" and _chats_of(names)
         do = "it is a chat: leave `kind: text` out" if chat else f"{_FIELD} with one of these"
         raise BadInput(f"{printable(where)}: no key `{printable(wanted)}`; {there}; {do}")
+    if question := next((key for key in _ASKS if key in names), None):
+        raise BadInput(
+            f"{printable(where)}: the question `{question}` has no answer ({', '.join(_ANSWERS)}); {there}; add it,"
+            f" or {_FIELD} of a text or `field: [QUESTION, ANSWER]`"
+        )
     text = "" if spec.kind == "chat" else f"a text (`{TEXT}`) or "
     raise BadInput(
         f"{printable(where)}: no keys of {text}a chat ({', '.join(_LISTS)}; {', '.join(_ASKS)} with"

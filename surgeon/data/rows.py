@@ -6,6 +6,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.data.chats import Chat
@@ -37,6 +38,7 @@ class Rows:
         """Store the options: control tokens of `tokenizer` are counted; `write` raises BadInput for chats to refuse."""
         self.spec = spec
         self.blank = self.left_out = 0
+        self._left: list[str] = []
         self.sizes = array("q")
         self._tokenizer = tokenizer
         self._write = write
@@ -49,7 +51,8 @@ class Rows:
         if self.blank:
             yield f"{self.blank} blank documents are left out"
         if self.left_out:
-            yield f"{self.left_out} rows that cannot be used are left out (`bad_rows`)"
+            places = ", ".join([*self._left, "…"][: self.left_out])
+            yield f"{self.left_out} rows that cannot be used are left out (`bad_rows`): {places}"
         if self._found:
             counted = ", ".join(f"{count:,} `{printable(token, 40)}`" for token, count in self._found.most_common(5))
             how, other = ("text", "tokens") if self.spec.as_text else ("tokens", "text")
@@ -82,6 +85,8 @@ class Rows:
                 kind = _NOT_THE_KIND.sub("", str(error).removeprefix(printable(where)))
                 kind = kind if kind in bad or len(bad) < _KINDS else _OTHERS
                 wrong += 1
+                if len(self._left) < _PLACES:
+                    self._left.append(printable(Path(where).name))
                 counts[kind] += 1
                 _, places = bad.setdefault(kind, (error, []))
                 if len(places) < _PLACES:
@@ -128,6 +133,7 @@ class Rows:
                     try:
                         self._write(document)
                     except BadInput as error:
-                        raise BadInput(f"{printable(where)}: {error}; remove this chat") from None
+                        do = ", or" if "; " in str(error) else ";"
+                        raise BadInput(f"{printable(where)}: {error}{do} remove this chat") from None
                     self._written.add(shape)
         return isinstance(document, Chat) or any(text.strip() for text in texts)

@@ -113,6 +113,7 @@ def test_tools_and_history() -> None:
     ("entry", "told"),
     [
         ({"messages": [ASKED, ANSWERED | {"weight": 0.5}]}, "message 2 has `weight` 0.5; a message is trained on (1)"),
+        ({"messages": [ASKED, ANSWERED | {"role": "robot"}]}, "a.jsonl:1: message 2 is from `robot`, which is none of"),
         ({"messages": [ASKED, ANSWERED | {"weight": 0}]}, "every message of the role `assistant` is left out"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 has a part of the type 'image'"),
         ({"messages": [{"role": "assistant", "content": None}]}, "message 1 has no `content`"),

@@ -83,7 +83,7 @@ def test_variants_of_layouts(tmp_path: Path) -> None:
     [
         (
             {"prompt": "w1"},
-            "input with output, completion, response, answer, solution); it has prompt; give the source `field:",
+            "the question `prompt` has no answer (output, completion, response, answer, solution); it has prompt;",
         ),
         ({"output": "w1"}, "no keys of a chat (messages, conversations, conversation, contents; instruction,"),
         ({"body": "w1"}, "no keys of a chat (messages, conversations, conversation, contents; instruction,"),
@@ -146,7 +146,6 @@ def test_what_holds_no_messages_is_no_chat(value: Any) -> None:
 def test_roles_as_exports_call_them(role: str, tmp_path: Path) -> None:
     chat = [{"role": "human", "content": "w1 w2"}, {"role": role, "content": "w3"}]
     assert chats(tmp_path, {"messages": chat}).read(0) == Chat((ASKED, ANSWERED))
-    # What a template may know is left to it.
     chat[0]["role"] = "developer"
     assert chats(tmp_path, {"messages": chat}).read(0) == Chat((replace(ASKED, role="developer"), ANSWERED))
 

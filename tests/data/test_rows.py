@@ -53,7 +53,13 @@ def test_all_bad_rows_are_named_at_once(tmp_path: Path) -> None:
     assert broken.startswith(f"{path}:90: not JSON (") and "(1 of 100 rows: line 90;" in broken
     found = opened_texts(path, bad_rows="leave_out")
     assert len(found) == 97 and found.read(3) == "w1"
-    assert [*found.rows.notes()] == ["3 rows that cannot be used are left out (`bad_rows`)"]
+    assert [*found.rows.notes()] == [
+        "3 rows that cannot be used are left out (`bad_rows`): a.jsonl:4, a.jsonl:17, a.jsonl:90"
+    ]
+    many = opened_texts(lines(path, ["{", GOOD] * 6), bad_rows="leave_out")
+    assert [note.partition("`): ")[2] for note in many.rows.notes()] == [
+        "a.jsonl:1, a.jsonl:3, a.jsonl:5, a.jsonl:7, a.jsonl:9, …"
+    ]
     # Of a list of objects by its lines, too.
     listed = lines(tmp_path / "b.json", ["[", f"{GOOD},", '{"txt": 1},', "3,", f"{GOOD},", GOOD, "]"])
     assert [line.partition("(")[0].strip() for line in refusal(listed)] == [
@@ -239,6 +245,25 @@ def test_chats_that_the_template_does_not_write_are_bad_rows(
     assert len(Documents(path, Rows(RowsSpec(bad_rows="leave_out"), encoder.tokenizer, encoder.write))) == 3
 
 
+def test_roles_that_nothing_names_are_bad_rows(base: Path, tmp_path: Path) -> None:
+    """ChatML writes any role; what the template itself names is a role of the model."""
+    chat = [{"role": role, "content": "w"} for role in ("developer", "user", "ipython", "assistant")]
+    odd = [{"role": "robot", "content": "w"}, *chat]
+    path = lines(tmp_path / "a.jsonl", [json.dumps({"messages": each, "system": "w"}) for each in (chat, odd, chat)])
+    chatml = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    encoder = Encoder(base, vocabulary=300, template=chatml)
+    told = r"a.jsonl:2: message 1 is from `robot`, which is none of human, .*; rename it, or remove this chat \(1 of"
+    with pytest.raises(BadInput, match=told):
+        Documents(path, Rows(RowsSpec(), encoder.tokenizer, encoder.write))
+    encoder = Encoder(base, vocabulary=300, template=chatml + "{% if messages[0].role == 'robot' %}{% endif %}")
+    assert len(Documents(path, Rows(RowsSpec(), encoder.tokenizer, encoder.write))) == 3
+
+
+def test_checkpoints_are_no_texts(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="base: a checkpoint, not a text; give a file or folder of texts"):
+        opened_texts(base_of(tmp_path))
+
+
 def test_chats_whose_answers_are_all_empty_are_bad_rows(tmp_path: Path) -> None:
     """They would teach to end a turn at once; one with words beside empty ones stays."""
     asked, said = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
@@ -251,7 +276,9 @@ def test_chats_whose_answers_are_all_empty_are_bad_rows(tmp_path: Path) -> None:
     assert told.startswith(f"{path}:4: every answer of the assistant that counts is empty, so there is nothing to")
     assert "(3 of 6 rows: line 4, line 5, line 6; to leave them out, give the source `bad_rows" in told
     found = opened_texts(path, bad_rows="leave_out")
-    assert len(found) == 3 and [*found.rows.notes()] == ["3 rows that cannot be used are left out (`bad_rows`)"]
+    assert len(found) == 3 and [*found.rows.notes()] == [
+        "3 rows that cannot be used are left out (`bad_rows`): a.jsonl:4, a.jsonl:5, a.jsonl:6"
+    ]
 
 
 def test_log_and_card_say_what_was_left_out(tmp_path: Path) -> None:

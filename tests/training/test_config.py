@@ -210,6 +210,14 @@ def test_all_numbers_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_rows_in_place_of_the_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "w1"}\n{"text": "w2"}\n')
+    with pytest.raises(
+        BadInput, match=r"a.jsonl: holds rows, not a training config; name it in one: .* and `sources:`"
+    ):
+        load_config(tmp_path / "a.jsonl")
+
+
 def test_options_replace_values_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     path.write_text(SMALLEST, encoding="utf-8")

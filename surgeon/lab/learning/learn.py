@@ -22,7 +22,10 @@ from rich.text import Text
 from surgeon import (
     Checkpoint,
     Evaluation,
+    HeldOut,
     SourceScores,
+    SourceSpec,
+    TextSpec,
     Verification,
     apply,
     check_destination,
@@ -45,7 +48,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.places import meant, named
 from surgeon.common.signed import read_signed, write_signed
 from surgeon.common.work_folders import write_durably
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, bad_input, printable
 
 if TYPE_CHECKING:
     from surgeon import Trained
@@ -70,6 +73,8 @@ _FEWEST_STEPS = 10
 _MEASURED: Mapping[str, Any] = {"most": 16, "length": 256}
 _SHOWN = 10
 _LONGEST_SHOWN = 160
+_LISTED = "`{surgeon_data: 1, sources: [{name: …, path: …, bad_rows: leave_out}]}`"
+_SOURCES = f"a source with keys stands in a data file: --new DATA.yaml, which holds {_LISTED}"
 NEW, OWN, TO_INSTRUCTIONS = "new", "own", "answers"
 _DECIDED, _RECORD = "decided.json", "learn.record"
 
@@ -133,7 +138,7 @@ def learn(
 
     Args:
         base: The model: a folder, or an output of surgeon for the next text.
-        new: Texts to learn, each a file or NAME=FILE.
+        new: Texts to learn, each a file, NAME=FILE or a data file (.yaml, as of `evaluate`).
         to: The new folder.
         minutes: About how long all of it may take.
         most: Train all of the base, in place of new layers.
@@ -159,8 +164,7 @@ def learn(
     target = Path(to)
     opened = open_checkpoint(base, trust_remote_code=trust_remote_code)
     check_destination(target, opened.path)
-    texts = _texts(new)
-    written(open_texts(texts), [opened])
+    texts = _texts(new, opened)
     encode_prompts(read_prompts(answers).prompts, opened)
     run = _Learning(opened, target, way, texts, minutes, seed, device, trust_remote_code, listener or Quiet())
     run.say(f"{run.work} has the plan, the training file and what is decided; the same command continues")
@@ -186,15 +190,41 @@ def learn(
     )
 
 
-def _texts(new: Sequence[str | Path]) -> dict[str, str]:
-    """Return the texts to learn by name. Raises BadInput without any, or where two have one name."""
-    found: dict[str, str] = {}
+@dataclass(frozen=True)
+class _Text:
+    """A text to learn: its source of a training file, without shares, with an absolute path; and the opened text."""
+
+    source: Mapping[str, Any]
+    opened: HeldOut
+
+
+def _texts(new: Sequence[str | Path], base: Checkpoint) -> dict[str, _Text]:
+    """Open the texts to learn; return them by name.
+
+    Raises BadInput without any, where two have one name, and for rows that the base cannot read.
+    """
+    found: dict[str, _Text] = {}
     for number, given in enumerate(new):
         name, file = named(given)
+        path = Path(meant(file)).absolute()
+        listed = name is None and path.suffix in (".yaml", ".yml")
         name = name or (NEW if len(new) == 1 else f"{NEW}{number + 1}")
-        if name in (*found, OWN, TO_INSTRUCTIONS):
-            raise BadInput(f"--new {printable(str(given))}: the name {name} is taken; give another: NAME=FILE")
-        found[name] = str(Path(meant(file)).absolute())
+        try:
+            texts = open_texts(path if listed else {name: path})
+            written(texts, [base])
+        except BadInput as error:
+            lines = str(error).split("\n")
+            raise bad_input([*lines, _SOURCES] if not listed and "the source" in str(error) else lines) from None
+        for text in texts:
+            spec = text.documents.rows.spec
+            if isinstance(spec, SourceSpec):
+                raise BadInput(f"{printable(str(path))}: a training file; for --new write a data file: {_LISTED}")
+            assert isinstance(spec, TextSpec)
+            if spec.name in (*found, OWN, TO_INSTRUCTIONS):
+                shown = printable(str(given))
+                raise BadInput(f"--new {shown}: the name {spec.name} is taken; give another: NAME=FILE")
+            place = spec.path if spec.repo_id else str(path.parent / meant(spec.path))
+            found[spec.name] = _Text({**spec.model_dump(exclude_defaults=True), "path": place}, text)
     if not found:
         raise BadInput("nothing to learn: give a text (--new FILE)")
     return found
@@ -207,7 +237,7 @@ class _Learning:
     base: Checkpoint
     target: Path
     way: str
-    texts: Mapping[str, str]
+    texts: Mapping[str, _Text]
     minutes: float
     seed: int
     device: str
@@ -257,15 +287,15 @@ class _Learning:
 
     def check_is_new(self) -> None:
         """Raise BadInput where the base predicts a text to learn as well as the text that it wrote itself."""
-        written = {OWN: str(self.work / f"{OWN}.jsonl")}
-        found = evaluate(self.base, {**self.texts, **written}, **_MEASURED, **self.measuring)
+        opened = [text.opened for text in self.texts.values()]
+        found = evaluate(self.base, [*opened, f"{OWN}={self.work / OWN}.jsonl"], **_MEASURED, **self.measuring)
         bits = {cell.source: cell.bits_per_byte.value for cell in found.models[0].sources}
-        for name in self.texts:
+        for name, text in self.texts.items():
             self.say(f"{name}: costs the base {bits[name]:.2f} bits a byte, its own text {bits[OWN]:.2f}")
             if bits[name] <= bits[OWN]:
                 raise BadInput(
-                    f"{printable(self.texts[name])}: costs the base {bits[name]:.2f} bits a byte, no more than text of"
-                    f" its own ({bits[OWN]:.2f}), so there is nothing to learn; give text that is new to it"
+                    f"{printable(text.source['path'])}: costs the base {bits[name]:.2f} bits a byte, no more than"
+                    f" text of its own ({bits[OWN]:.2f}), so there is nothing to learn; give text that is new to it"
                 )
 
     def grow(self) -> Path:
@@ -318,7 +348,8 @@ class _Learning:
         Raises BadInput where it is of a call with other texts or options, or where this user did not begin it here.
         """
         base = str(self.base.path.resolve())
-        asked = {"base": base, "way": self.way, "minutes": self.minutes, "seed": self.seed, "texts": {**self.texts}}
+        texts = {name: {**text.source} for name, text in self.texts.items()}
+        asked = {"base": base, "way": self.way, "minutes": self.minutes, "seed": self.seed, "texts": texts}
         if not self.work.exists():
             self.work.mkdir()
             self._record({"asked": asked})
@@ -364,10 +395,7 @@ class _Learning:
             "recall_for_gate": 0,
             **({} if gated else {"preserve": {"loss": "kl"}}),
             "sources": [
-                *(
-                    {"name": name, "path": path, "share": round(new, 6), "validation": _HELD_OUT}
-                    for name, path in self.texts.items()
-                ),
+                *({**text.source, "share": round(new, 6), "validation": _HELD_OUT} for text in self.texts.values()),
                 *(
                     {"name": name, "path": f"{name}.jsonl", "share": share, "role": "original", "validation": _HELD_OUT}
                     for name, share in shares.items()

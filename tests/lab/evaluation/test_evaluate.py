@@ -225,7 +225,7 @@ def test_chats_that_a_template_refuses_are_named_by_line_before_a_model_is_run(
     (tmp_path / "data.yaml").write_text(yaml.safe_dump({"surgeon_data": 1, "sources": [entry]}))
     found = surgeon.evaluate(models, tmp_path / "data.yaml", device="cpu")
     assert [row.sources[0].documents for row in found.models] == [3, 3]
-    assert "source chat: 1 rows that cannot be used are left out (`bad_rows`)" in found.notes
+    assert "source chat: 1 rows that cannot be used are left out (`bad_rows`): chat.jsonl:3" in found.notes
 
 
 def test_a_training_config_gives_what_training_held_out(folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 import surgeon
@@ -39,8 +40,9 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def learned(base: Path, **given: Any) -> Any:
-    settings = {"minutes": 0.1, "answers": base.parent / "prompts.txt", "device": "cpu"} | given
-    return surgeon.learn(base, new=[base.parent / "new.jsonl"], to=base.parent / "run", **settings)
+    folder = base.parent
+    settings = {"minutes": 0.1, "answers": folder / "prompts.txt", "device": "cpu", "to": folder / "run"} | given
+    return surgeon.learn(base, **{"new": [folder / "new.jsonl"]} | settings)
 
 
 @pytest.mark.parametrize("way", ["layers", "most", "exact"])
@@ -97,6 +99,30 @@ def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.Monke
     found = learned(base)
     assert (found.steps, found.rate) == (decided["steps"], decided["rate"])
     assert digests(base.parent / "run") == before
+
+
+def test_a_data_file_says_how_rows_are_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys stand in the training file and in what was asked; without one, errors show how it is written."""
+    folder = base.parent
+    rows = (folder / "new.jsonl").read_text().replace('"text"', '"body"')
+    (folder / "new.jsonl").write_text(rows + "{\n")
+    with pytest.raises(
+        BadInput, match=r"(?s)field: KEY.*\n.*--new DATA.yaml, which holds `{surgeon_data: 1, sources: "
+    ):
+        learned(base)
+    entry = {"name": "mine", "path": "new.jsonl", "bad_rows": "leave_out", "field": "body"}
+    data = folder / "data.yaml"
+    data.write_text(yaml.safe_dump({"surgeon_data": 1, "sources": [entry]}))
+    with pytest.raises(BadInput, match=r"b=.*: a data file names its sources itself; leave `b=` out"):
+        learned(base, new=[f"b={data}"])
+    monkeypatch.setattr(module, "share_by_answers", lambda *_, **__: 1.0)
+    found = learned(base, new=[data])
+    source = entry | {"path": str(folder / "new.jsonl")}
+    (written, *_) = yaml.safe_load((found.work / "train.yaml").read_text())["sources"]
+    assert {key: written[key] for key in source} == source
+    assert json.loads((found.work / "decided.json").read_text())["asked"]["texts"] == {"mine": source}
+    with pytest.raises(BadInput, match=r"train.yaml: a training file; for --new write a data file: `{surgeon_data: 1"):
+        learned(base, new=[found.work / "train.yaml"], to=folder / "other")
 
 
 def test_text_that_the_base_knows_is_refused(base: Path) -> None:
