@@ -6,6 +6,7 @@ HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS). In offline mode no sock
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import re
 import time
@@ -31,6 +32,7 @@ from surgeon.checkpoint.hub_calls import (
     check_id,
     in_time,
     is_commit,
+    is_repo_id,
     is_transient,
     offline,
     refuse_call,
@@ -39,6 +41,7 @@ from surgeon.checkpoint.hub_calls import (
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
 from surgeon.checkpoint.weights import INDEX_FILE, choose_weights
+from surgeon.common.formatting import listed
 from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable, said_of
 from surgeon.grafts.bundle import CODE_FILE
@@ -64,10 +67,26 @@ class Located:
 def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
     """Split `user/name[@revision]` into Hub id and revision. Raises BadInput for an invalid id, or two revisions."""
     repo_id, at, named = meant(name).partition("@")
+    if not at and revision is None:
+        check_no_path(repo_id, Path(repo_id))
     check_id(repo_id if at and named else name)
     if at and revision is not None:
         raise BadInput(f"{printable(name)}: names a revision, and `--revision` another; leave one of them out")
     return repo_id, named or revision
+
+
+def check_no_path(name: str, path: Path) -> None:
+    """Raise BadInput where a name without a revision is a path: nothing is there, but checkpoints are beside it."""
+    parent, beside = path.parent, []
+    if "/" in name and "@" not in name:
+        with contextlib.suppress(OSError, ValueError):
+            entries = [each for each in parent.iterdir() if not each.name.startswith(".")]
+            beside = sorted(each.name for each in entries if each.is_dir() or each.suffix.lower() == ".gguf")
+    if beside:
+        hub = f", or name the Hub's by its revision: {printable(name)}@main" if is_repo_id(name) else ""
+        raise BadInput(
+            f"{printable(name)}: no such folder ({printable(str(parent))}/ has {listed(beside)}); check the path{hub}"
+        )
 
 
 def locate(base: str, *, revision: str | None, code: bool = False, download: bool = True) -> Located:

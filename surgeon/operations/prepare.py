@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
+from surgeon.checkpoint.hub import check_no_path, locate, locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.strict_json import parse_json_strict
@@ -203,6 +203,7 @@ class OpenedBase:
             if path.exists():
                 self.adapters[name] = AdapterFolder.open(path, id=path.resolve().name)
             else:
+                check_no_path(name, path)
                 found = locate_adapter(meant(name))
                 self.adapters[name] = AdapterFolder.open(found.path, id=found.repo_id or name, revision=found.revision)
         return self.adapters[name]
@@ -217,7 +218,9 @@ class OpenedBase:
             path = self._path(name)
             if path.exists():
                 self.models[name] = CheckpointFolder.open(path)
-            elif self.weights:
+                return self.models[name]
+            check_no_path(name, path)
+            if self.weights:
                 self.models[name] = CheckpointFolder.open(locate(meant(name), revision=None).path)
             else:
                 self.models[name] = remote_folder(meant(name), None)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from surgeon.checkpoint import hub as hub_module
 from surgeon.checkpoint.hub import locate
 from surgeon.errors import BadInput
 from tests.checkpoint.files import INDEX, SHARDS, sharded, single, write_config, write_shard
@@ -483,6 +484,25 @@ def test_neither_folder_nor_id(name: str) -> None:
     with pytest.raises(BadInput, match="no such folder") as caught:
         locate(name, revision=None)
     assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["models/typo", "{here}/models/typo", "models/typo.gguf"])
+def test_a_path_beside_checkpoints_is_no_hub_id(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the Hub is not asked, unless the name has a revision, or nothing is beside it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub_module._Repository, "ask", lambda *_: pytest.fail("the Hub was asked"))
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "models" / "small.gguf").touch()
+    (tmp_path / "user").mkdir()
+    name = given.format(here=tmp_path)
+    for find in (lambda: locate(name, revision=None), lambda: hub_module.locate_adapter(name)):
+        with pytest.raises(
+            BadInput, match=r"no such folder \(.*models/ has mine, small\.gguf\); check the path"
+        ) as found:
+            find()
+        assert str(found.value).endswith(f"by its revision: {name}@main") == (not name.startswith("/"))
+    assert hub_module.id_and_revision("models/typo@main") == ("models/typo", "main")
+    assert hub_module.id_and_revision("user/name") == ("user/name", None)
 
 
 def test_local_folders(tmp_path: Path) -> None:
