@@ -6,14 +6,17 @@ HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS). In offline mode no sock
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from surgeon.checkpoint.folder import (
     CARD_FILE,
@@ -31,6 +34,7 @@ from surgeon.checkpoint.hub_calls import (
     check_id,
     in_time,
     is_commit,
+    is_repo_id,
     is_transient,
     offline,
     refuse_call,
@@ -39,10 +43,13 @@ from surgeon.checkpoint.hub_calls import (
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
 from surgeon.checkpoint.weights import INDEX_FILE, choose_weights
+from surgeon.common.formatting import listed
 from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable, said_of
 from surgeon.grafts.bundle import CODE_FILE
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 # Bytes of the answer with a list of ten thousand files.
 _ANSWER = 2_000_000
@@ -70,6 +77,32 @@ def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | 
     return repo_id, named or revision
 
 
+def _perhaps_a_path(find: Callable[Concatenate[str, _P], _T]) -> Callable[Concatenate[str, _P], _T]:
+    """Let a function that finds a name say in its refusals what lies beside the path that may be meant."""
+
+    @wraps(find)
+    def found(name: str, *given: _P.args, **more: _P.kwargs) -> _T:
+        """Call `find`. Raises its BadInput, with what is there instead where the name has no revision."""
+        try:
+            return find(name, *given, **more)
+        except BadInput as error:
+            parent, beside = Path(meant(name)).parent, []
+            if "/" in name and "@" not in name and not os.path.lexists(meant(name)):
+                with contextlib.suppress(OSError, ValueError):
+                    entries = [each for each in parent.iterdir() if not each.name.startswith(".")]
+                    beside = sorted(each.name for each in entries if each.is_dir() or each.suffix.lower() == ".gguf")
+            if not beside:
+                raise
+            there = (
+                f"{printable(name)}: no such folder ({printable(str(parent))}/ has {listed(beside)}); check the path"
+            )
+            why = str(error).removeprefix(f"{printable(name)}: ")
+            raise BadInput(f"{there}; on the Hub: {why}" if is_repo_id(name) else there) from None
+
+    return found
+
+
+@_perhaps_a_path
 def locate(base: str, *, revision: str | None, code: bool = False, download: bool = True) -> Located:
     """Find a base: a local path, or `user/name[@revision]` on the Hub, downloaded into the cache where necessary.
 
@@ -95,6 +128,7 @@ def locate(base: str, *, revision: str | None, code: bool = False, download: boo
     return _at_one_commit(repo_id, revision, choose)
 
 
+@_perhaps_a_path
 def locate_adapter(adapter: str) -> Located:
     """Find a PEFT adapter on the Hub (`user/name[@revision]`); download its config and weights into the cache.
 
@@ -116,6 +150,7 @@ def locate_adapter(adapter: str) -> Located:
     return _at_one_commit(repo_id, revision, choose)
 
 
+@_perhaps_a_path
 def locate_delta(delta: str) -> Located:
     """Find a delta: a local path, or `user/name` or `user/name@revision` on the Hub, downloaded into the cache.
 
@@ -142,6 +177,7 @@ def locate_delta(delta: str) -> Located:
     return _at_one_commit(repo_id, revision, choose)
 
 
+@_perhaps_a_path
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
     """Open a checkpoint on the Hub (`user/name[@revision]`) without downloading weights.
 

@@ -98,13 +98,13 @@ def mixed_up(arguments: Sequence[Argument]) -> str:
     if order is not None:
         moved = [arguments[place].called for place, number in enumerate(order) if place != number]
         return f"did you swap {' and '.join([', '.join(moved[:-1]), moved[-1]])}?"
+    # A destination that exists is no argument of another kind: its own error says so.
+    wrong = [number for number in wrong if NEW not in arguments[number].takes]
     first = next((number for number in wrong if kinds[number] not in ("a file", "a folder", NAME, NEW)), None)
     if first is None:
         return ""
     argument = arguments[first]
-    expected = " or ".join(sorted(argument.takes - {NEW, NAME})) or (
-        "a new name" if NEW in argument.takes else "a Hub id"
-    )
+    expected = " or ".join(sorted(argument.takes - {NAME})) or "a Hub id"
     return f"{printable(argument.given)} is {kinds[first]}, {argument.called} takes {expected}"
 
 

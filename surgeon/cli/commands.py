@@ -74,7 +74,7 @@ def preview(
     with listening(quiet) as listener:
         listener.wait("reading headers")
         shown = surgeon.preview(_plan(plan, overrides), base, **given)
-    show(shown, lambda found: preview_view(found, base), as_json=as_json)
+    show(shown, lambda found: preview_view(found, base, notes=not quiet), as_json=as_json)
 
 
 @command("apply")
@@ -221,9 +221,10 @@ shown(
 shown(
     "merge",
     "merged_view",
-    """Merge the control blocks of OUT into one layer each, and measure how much the function changes.
+    """Merge the control blocks of OUT into one layer each, or a PEFT adapter into its base (BASE ADAPTER MERGED).
 
-    `surgeon merge BASE ADAPTER MERGED` merges a PEFT adapter into its base: `apply` of a plan with `merge_adapter`.
+    Of control blocks, how much the function changes is measured. `surgeon merge BASE ADAPTER MERGED` is `apply` of a
+    plan with `merge_adapter`.
     """,
     always=True,
 )

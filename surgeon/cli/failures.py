@@ -125,7 +125,9 @@ class Command(TyperCommand):
                 raise BadInput(f"{error.lines[0]}; {hint}") from error
             raise
         except BadInput as error:
-            if "did you mean" not in str(error) and (hint := mixed_up_arguments(ctx)):
+            hint = "" if "did you mean" in str(error) else mixed_up_arguments(ctx)
+            # An argument of another kind explains only what is said of itself.
+            if hint.startswith("did you swap") or (hint and str(error).startswith(hint.partition(" is ")[0])):
                 raise BadInput(f"{error}; {hint}") from error
             raise
 

@@ -84,9 +84,9 @@ def did_you_mean(given: str, options: Sequence[str]) -> str:
     return f"; known: {', '.join(options)}" if options else ""
 
 
-def nearest(given: str, options: Sequence[str]) -> str | None:
+def nearest(given: str, options: Sequence[str], cutoff: float = 0.5) -> str | None:
     """Return the option nearest to `given`; None where none is near."""
-    return next(iter(difflib.get_close_matches(given, options, n=1, cutoff=0.5)), None)
+    return next(iter(difflib.get_close_matches(given, options, n=1, cutoff=cutoff)), None)
 
 
 def value_text(value: Any) -> str:

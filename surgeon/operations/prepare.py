@@ -217,7 +217,8 @@ class OpenedBase:
             path = self._path(name)
             if path.exists():
                 self.models[name] = CheckpointFolder.open(path)
-            elif self.weights:
+                return self.models[name]
+            if self.weights:
                 self.models[name] = CheckpointFolder.open(locate(meant(name), revision=None).path)
             else:
                 self.models[name] = remote_folder(meant(name), None)

@@ -61,11 +61,15 @@ def merge(
     measures nothing: `out` is a base, `dest` a PEFT adapter (a folder, or a Hub id), and `merged` is the new folder.
     Raises BadInput where an option does not fit the kind of merge, and as `apply` and `verify` do.
     """
-    adapter = (Path(dest) / ADAPTER_CONFIG).is_file()
-    # Without `merged` DEST may be no adapter; with it, options of merging branches are refused.
-    if adapter if merged is None else alpha is not None or text is not None:
+    if merged is None and (Path(dest) / ADAPTER_CONFIG).is_file():
         raise BadInput(
-            f"{printable(str(dest))}: to merge an adapter name the new folder behind it, and no --alpha, --text"
+            f"{printable(str(dest))}: a PEFT adapter; name the new folder behind it: surgeon merge BASE ADAPTER MERGED"
+        )
+    unfit = [option for option, given in (("--alpha", alpha), ("--text", text)) if given is not None]
+    if merged is not None and unfit:
+        raise BadInput(
+            f"{' and '.join(unfit)}: for control blocks (surgeon merge OUT DEST); leave out where an adapter is"
+            " merged: surgeon merge BASE ADAPTER MERGED"
         )
     if merged is not None:
         if Path(dest).exists():

@@ -17,7 +17,7 @@ from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.checkpoint.source import is_side_file
+from surgeon.checkpoint.source import GGUF_RECORD, is_side_file
 from surgeon.checkpoint.tokenizer_files import without
 from surgeon.checkpoint.trust import check_written
 from surgeon.common.formatting import listed, size
@@ -118,6 +118,7 @@ def revert(
     layout = folder.tensors
     folder = folder if kept is None else with_kept(folder, kept)
     state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(to, folder)
+    _check_no_gguf(state, folder)
     against = _compare_state(state, folder, base, base_digest, trust_remote_code=trust_remote_code, listener=listener)
     job = reverting_job(folder, state, layout, link=link)
     lost = _lost_files(job, state, folder, listener)
@@ -144,6 +145,16 @@ def revert(
         checked_against=against,
         moved=moved,
     )
+
+
+def _check_no_gguf(state: State, out: CheckpointFolder) -> None:
+    """Raise BadInput where the state is a GGUF file, from which `dequantise` made a checkpoint."""
+    surgery = state.undone[0]
+    if GGUF_RECORD in state.base.files and any(operation.op == "dequantise" for operation in surgery.operations):
+        raise BadInput(
+            f"{out.source.shown}: surgery {state.number + 1} (dequantise) began with a GGUF file, of which only the"
+            f" numbers are here; {instead_of(surgery)}"
+        )
 
 
 def _compare_state(

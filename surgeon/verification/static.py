@@ -31,8 +31,9 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.common.check import Check, some
+from surgeon.common.formatting import at_revision
 from surgeon.common.json_results import same_json
-from surgeon.errors import printable
+from surgeon.errors import BadInput, printable
 from surgeon.grafts.bundle import grafts_in
 from surgeon.grafts.ranges import by_ranges
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
@@ -98,7 +99,7 @@ def check_static(
 
     Where config, tensors' shapes or code differ from the plan, no tensor is read and most other checks are left out.
     With `facts`, the operations' own checks of their facts run too. `advance` receives the count of bytes read (base
-    and output together).
+    and output together). Raises BadInput where no tensor of `base` is one that the manifest names.
     """
     blueprint = drawn.blueprint
     described = [check_config(blueprint, out), _tensors(blueprint, out), *_code(blueprint, manifest, out)]
@@ -107,6 +108,7 @@ def check_static(
     digests = digests_of(base, base.tensors, advance), digests_of(out, out.tensors, advance)
     found, lineage = base_found(manifest, base, digests[0]), surgeries_of(base)
     wrong = base_differences(manifest.base, found)
+    _check_known(manifest, base, wrong)
     if lineage != manifest.lineage:
         wrong.append(MANIFEST_FILE)
     return [
@@ -142,7 +144,17 @@ def _another_base(manifest: Manifest, base: CheckpointFolder) -> list[Check]:
     found = {name: (of.dtype, [*of.shape]) for name, of in base.tensors.items()}
     wrong = [] if same_json(manifest.base.config, base.config) else [CONFIG_FILE]
     wrong += sorted(name for name in {**claimed, **found} if claimed.get(name) != found.get(name))
+    _check_known(manifest, base, wrong)
     return [Check.of("base", wrong, ANOTHER_BASE, "")] if wrong else []
+
+
+def _check_known(manifest: Manifest, base: CheckpointFolder, wrong: Collection[str]) -> None:
+    """Raise BadInput where every tensor of `base` is `wrong`: it is another model, not the base with a change."""
+    if base.tensors.keys() <= {*wrong}:
+        named = printable(at_revision(manifest.base.id, manifest.base.revision))
+        raise BadInput(
+            f"{base.source.shown}: no tensor of it is of the base that OUT was made from; give that ({named})"
+        )
 
 
 def check_config(blueprint: Blueprint, out: CheckpointFolder) -> Check:

@@ -19,6 +19,7 @@ from surgeon.common.check import Check
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
+from surgeon.manifest.compose import surgeries_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.models.gguf_file import locate_base
@@ -71,7 +72,7 @@ def verify(
         Every check and comparison; a broken promise is reported here, and does not raise.
 
     Raises:
-        BadInput: `out` is no output of surgeon, or an option is out of range.
+        BadInput: `out` is no output of surgeon, `base` is another model, or an option is out of range.
     """
     listener = listener or Quiet()
     _check_options(dtypes, device, text if logits else None)
@@ -80,6 +81,8 @@ def verify(
         raise BadInput(f"{printable(str(base))}: {pair.kind}, which is compared whole; leave out --streamed")
     # Refuse an `out` that is no output of surgeon before reading any tensor, and before loading torch.
     manifest = manifest_of(pair.out)
+    if manifest.sha256 in (surgery.sha256 for surgery in surgeries_of(pair.base)[:-1]):
+        raise BadInput(f"{printable(str(base))}: was made from {printable(str(out))}; did you swap BASE and OUT?")
     adapted = _adapted(adapters, manifest, pair, whole=logits and not streamed) if adapters else None
     pair.say_notes(listener)
     proof = static_proof(pair.base, pair.out, listener)

@@ -14,12 +14,12 @@ from surgeon.manifest.card import layer_runs
 from surgeon.writing.preview import Preview
 
 
-def preview_view(preview: Preview, base: str) -> RenderableType:
+def preview_view(preview: Preview, base: str, *, notes: bool = True) -> RenderableType:
     """Return the new layer list next to the old, what each operation promises, and what it costs."""
     blueprint = preview.blueprint
     return Group(
         Text.assemble((printable(base), "bold"), f" ({printable(preview.model_type)})"),
-        *(Text(f"note: {printable(note)}", style="yellow") for note in preview.notes_on_it),
+        *(Text(f"note: {printable(note)}", style="yellow") for note in preview.notes_on_it if notes),
         Text(),
         _stack(blueprint),
         Text(),

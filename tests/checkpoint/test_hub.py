@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from surgeon.checkpoint import hub as hub_module
 from surgeon.checkpoint.hub import locate
 from surgeon.errors import BadInput
 from tests.checkpoint.files import INDEX, SHARDS, sharded, single, write_config, write_shard
@@ -483,6 +484,30 @@ def test_neither_folder_nor_id(name: str) -> None:
     with pytest.raises(BadInput, match="no such folder") as caught:
         locate(name, revision=None)
     assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["models/typo", "{here}/models/typo", "models/typo.gguf"])
+def test_a_refusal_says_what_lies_beside_a_path(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the name has a revision, or nothing is beside it."""
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(repo_id: str, *_: Any) -> None:
+        raise BadInput(f"{repo_id}: the Hub cannot be reached")
+
+    monkeypatch.setattr(hub_module._Repository, "ask", refuse)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "models" / "small.gguf").touch()
+    (tmp_path / "user").mkdir()
+    name = given.format(here=tmp_path)
+    for find in (lambda: locate(name, revision=None), lambda: hub_module.locate_adapter(name)):
+        with pytest.raises(
+            BadInput, match=r"no such folder \(.*models/ has mine, small\.gguf\); check the path"
+        ) as found:
+            find()
+        assert str(found.value).endswith("; on the Hub: the Hub cannot be reached") == (not name.startswith("/"))
+    for other in ("models/typo@main", "user/name"):
+        with pytest.raises(BadInput, match=f"^{other.partition('@')[0]}: the Hub cannot be reached$"):
+            locate(other, revision=None)
 
 
 def test_local_folders(tmp_path: Path) -> None:

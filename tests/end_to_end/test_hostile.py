@@ -24,6 +24,7 @@ from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput
 from surgeon.models.tokens import token_batches
 from surgeon.writing.finiteness import FiniteCheck
+from surgeon.writing.preview import Preview
 from tests import tiny
 from tests.models.test_tokens import byte_tokenizer
 
@@ -139,6 +140,25 @@ def test_an_argument_in_anothers_place(made: Path, tmp_path: Path, monkeypatch: 
         (["verify", base, out, "--text", out], "--text takes a file"),
     ):
         assert words in refused(*command), command
+
+
+def test_a_destination_that_exists_is_no_argument_of_another_kind(made: Path, tmp_path: Path) -> None:
+    """Nor is anything added to a refusal that names its own cause."""
+    out, base = made / "out", made / "base"
+    config = training(tmp_path, str(made / "text.txt"))
+    for command, end in (
+        (["revert", out, base], "choose another folder, or move it away"),
+        (["train", out, config, out], "is the base itself, which is never written to; choose another folder"),
+        (["delta", out, base], "choose another folder, or move it away"),
+    ):
+        assert refused(*command).endswith(end), command
+
+
+def test_quiet_leaves_the_notes_of_a_preview_out(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Preview, "notes_on_it", ("a note of the plan",))
+    for options, noted in (((), True), (("-q",), False)):
+        shown = CliRunner().invoke(app, ["preview", str(made / "plan.yaml"), str(made / "base"), *options]).stdout
+        assert ("note: a note of the plan" in shown) == noted and "insert_layers" in shown
 
 
 BROKEN_TEXTS: dict[str, tuple[bytes, str]] = {

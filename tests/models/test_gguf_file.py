@@ -97,6 +97,8 @@ def test_the_base_is_what_transformers_loads(model: Path, tmp_path: Path) -> Non
     assert facts["file"] == "tiny.gguf" and facts["sha256"] == hashlib.sha256(model.read_bytes()).hexdigest()
     assert sum(facts["types"].values()) == 3 + 9 * LAYERS
     assert surgeon.verify(model, base.path).holds
+    with pytest.raises(BadInput, match=r"\(dequantise\) began with a GGUF file.*take the base .* \(tiny\.gguf\)"):
+        surgeon.revert(base.path, tmp_path / "back")
     card = (base.path / "README.md").read_text()
     assert "license: mit\n" in card and "language:\n- fr\n- en\n" in card
 
@@ -118,6 +120,14 @@ def test_any_plan_takes_the_file(model: Path, tmp_path: Path) -> None:
     assert not any("transformers reads" in line for line in lines), "it is kept"
     assert surgeon.verify(model, grown.path).holds
     assert json.loads((grown.path / "gguf.json").read_text())["file"] == "tiny.gguf"
+    # Of an output of `dequantise`, the state before a later surgery is here; of the file itself, what the loader made.
+    deeper = surgeon.apply(
+        "llama-pro", tmp_path / "base", tmp_path / "deeper", overrides=["operations.0.where.every=1"]
+    )
+    surgeon.revert(deeper.path, tmp_path / "back", base=tmp_path / "base")
+    surgeon.revert(grown.path, tmp_path / "loaded")
+    with pytest.raises(BadInput, match="began with a GGUF file"):
+        surgeon.revert(deeper.path, tmp_path / "first", to=0)
     with pytest.raises(BadInput, match="nothing is quantised here"):
         surgeon.apply("dequantise", tmp_path / "base", tmp_path / "again")
 

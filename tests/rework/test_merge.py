@@ -85,8 +85,8 @@ def test_an_adapter_is_merged_into_its_base_by_what_the_folders_are(tmp_path: Pa
     assert found.measured is None and found.to_json()["measured"] is None
     assert same_bytes(weights(tmp_path / "out"), weights(expected))
     for given, options, said in (
-        ((base, adapter), {}, "name the new folder behind it"),
-        ((base, adapter, tmp_path / "new"), {"alpha": 0.5}, "and no --alpha"),
+        ((base, adapter), {}, "adapter: a PEFT adapter; name the new folder behind it: .* BASE ADAPTER MERGED"),
+        ((base, adapter, tmp_path / "new"), {"alpha": 0.5}, "--alpha: for control blocks .* BASE ADAPTER MERGED"),
         ((base, base, tmp_path / "new"), {}, "this is the folder of a whole model: give"),
         ((adapter, adapter, tmp_path / "new"), {}, "a PEFT adapter, not a base"),
         ((adapter, tmp_path / "new"), {}, "a PEFT adapter, not a base"),

@@ -15,6 +15,7 @@ from surgeon.common.check import Check
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput, SurgeonError
 from tests import tiny
+from tests.checkpoints import edit_tensor, weights
 from tests.manifest.edits import edited
 from tests.verification.outputs import Made
 
@@ -229,3 +230,19 @@ def test_another_base_of_other_shapes_is_named_first(tmp_path: Path) -> None:
     assert (first.name, first.holds) == ("base", False)
     assert first.detail.startswith("not the base this was made from; differing: config.json, ")
     assert [check.name for check in checks(base, tmp_path / "out")].count("base") == 1
+
+
+def test_a_foreign_base_and_an_output_in_the_base_s_place_are_bad_input(tmp_path: Path) -> None:
+    """And a base with one tensor changed breaks the promise, as before."""
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    out = surgeon.apply("llama-pro", base, tmp_path / "out").path
+    further = surgeon.apply("llama-pro", out, tmp_path / "further").path
+    with pytest.raises(BadInput, match=r"further: was made from .*out; did you swap BASE and OUT\?"):
+        checks(further, out)
+    changed = shutil.copytree(base, tmp_path / "changed")
+    for number, name in enumerate(weights(base)):
+        edit_tensor(changed, name, lambda value: value + 1)
+        if number == 0:
+            assert "base" in {check.name for check in checks(changed, out) if not check.holds}
+    with pytest.raises(BadInput, match=r"changed: no tensor of it is of the base that OUT was made from; give that"):
+        checks(changed, out)

@@ -76,6 +76,8 @@ _LONGEST_SHOWN = 160
 _LISTED = "`{surgeon_data: 1, sources: [{name: …, path: …, bad_rows: leave_out}]}`"
 _SOURCES = f"a source with keys stands in a data file: --new DATA.yaml, which holds {_LISTED}"
 NEW, OWN, TO_INSTRUCTIONS = "new", "own", "answers"
+# What a call asks for, in words.
+_ASKED = {"base": "the base", "way": "the way", "minutes": "--minutes", "seed": "--seed", "texts": "--new"}
 _DECIDED, _RECORD = "decided.json", "learn.record"
 
 
@@ -112,6 +114,13 @@ class Learned:
             `evaluation`, `verification`: the keys of `evaluate` and of `verify`
         """
         return plain_fields(self)
+
+
+def _shown(asked: Any) -> str:
+    """Return a value that was asked for, for an error: numbers short, texts as NAME=FILE."""
+    if isinstance(asked, Mapping):
+        return ", ".join(printable(f"{name}={file}") for name, file in asked.items())
+    return f"{asked:g}" if isinstance(asked, float) else printable(str(asked))
 
 
 def learn(
@@ -167,8 +176,8 @@ def learn(
     texts = _texts(new, opened)
     encode_prompts(read_prompts(answers).prompts, opened)
     run = _Learning(opened, target, way, texts, minutes, seed, device, trust_remote_code, listener or Quiet())
-    run.say(f"{run.work} has the plan, the training file and what is decided; the same command continues")
     run.begin()
+    run.say(f"{run.work} has the plan, the training file and what is decided; the same command continues")
     run.remember()
     run.check_is_new()
     grown = run.grow()
@@ -353,11 +362,10 @@ class _Learning:
         if not self.work.exists():
             self.work.mkdir()
             self._record({"asked": asked})
-        if self._recorded().get("asked") != asked:
-            raise BadInput(
-                f"{printable(str(self.work))}: is of a call with another base, other texts or options; give the same"
-                " again, or remove it"
-            )
+        before = self._recorded().get("asked") or {}
+        if other := [key for key, value in asked.items() if before.get(key) != value]:
+            said = "; ".join(f"{_ASKED[key]} {_shown(before.get(key))}, not {_shown(asked[key])}" for key in other)
+            raise BadInput(f"{printable(str(self.work))}: is of a call with {said}; give the same again, or remove it")
 
     def _recorded(self) -> dict[str, Any]:
         """Return what was asked and decided. Raises BadInput where this user did not record it in this place."""

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,8 +87,10 @@ def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.Monke
     decided = json.loads((work / "decided.json").read_text())
     before = digests(work / "run")
     assert not (base.parent / "run").exists()
-    with pytest.raises(BadInput, match=r"run-learn: is of a call with another base, other texts or options"):
-        learned(base, seed=1)
+    said: list[str] = []
+    with pytest.raises(BadInput, match=r"run-learn: is of a call with --seed 0, not 1; give the same again"):
+        learned(base, seed=1, listener=SimpleNamespace(say=said.append))  # type: ignore[arg-type]
+    assert not said, "that the same command continues is said where it does"
     moved = work.rename(base.parent / "elsewhere")
     shutil.copytree(moved, work)
     with pytest.raises(BadInput, match=r"run-learn: was not begun by this user in this place, so nothing in it is"):
