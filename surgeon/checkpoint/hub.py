@@ -81,7 +81,7 @@ def _perhaps_a_path(find: Callable[Concatenate[str, _P], _T]) -> Callable[Concat
     """Let a function that finds a name say in its refusals what lies beside the path that may be meant."""
 
     @wraps(find)
-    def found(name: str, *given: _P.args, **more: _P.kwargs) -> _T:
+    def found(name: str, /, *given: _P.args, **more: _P.kwargs) -> _T:
         """Call `find`. Raises its BadInput, with what is there instead where the name has no revision."""
         try:
             return find(name, *given, **more)
