@@ -200,8 +200,8 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     text, path = _text_part(model.config)
     if encoder and path:
         raise BadInput(
-            f"config.json: the text encoder is a part of this {shown} ({'.'.join(path)}), whose other parts no control"
-            " can stand beside; operate on an encoder of text alone"
+            f"config.json: the text encoder ({'.'.join(path)}) is a part of this {shown}, which has others; operate on"
+            " an encoder of text alone"
         )
     stack = _stack(model, text, shown, encoder=encoder)
     return Skeleton(model.eval(), text, path, stack, _count_key(text), encoder)

@@ -318,9 +318,9 @@ def check_dropped(blueprint: Blueprint, anatomy: Anatomy, base: Mapping[str, str
     return [Check.of("layers taken out", loud, "not the constant that keeps a layer silent", kept)]
 
 
-def _none(manifest: Manifest) -> str:
-    """Return why a check of new tensors found none to check."""
-    return "trained since, or the plan makes none" if manifest.trained else "the plan makes none"
+def _none(manifest: Manifest, why: str) -> str:
+    """Return why a check of new tensors found none to check: for `why`, or for training."""
+    return f"trained since, or {why}" if manifest.trained else why
 
 
 def _constants(blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, out: Mapping[str, str]) -> Check:
@@ -339,7 +339,7 @@ def _constants(blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolde
             place = {"": Pieces.whole(output.name, output.nbytes)}
             found = out[output.name] if entire else digest_of_pieces(folder, lying.through(place))
             wrong += [output.name] if found != sha256 else []
-    kept = f"{whole} tensors hold their initial value" if whole else _none(manifest)
+    kept = f"{whole} tensors hold their initial value" if whole else _none(manifest, "the plan makes none")
     return Check.of("constants", list(dict.fromkeys(wrong)), "not their initial value", kept)
 
 
@@ -351,5 +351,6 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: Mapping[str, str]) -
     if unknown:
         return Check("new tensors", False, f"not in the manifest: {some(unknown)}")
     changed = [name for name in computed if manifest.new_tensors[name].sha256 != out[name]]
-    kept = f"{len(computed)} computed ones are as they were written" if computed else _none(manifest)
+    none = _none(manifest, "the plan computes none")
+    kept = f"{len(computed)} computed ones are as they were written" if computed else none
     return Check.of("new tensors", changed, "changed since they were written", kept)

@@ -50,7 +50,7 @@ def test_killed_and_failed(command: Command, made: Path, tmp_path: Path) -> None
 # its figures.
 PLACES = {
     "recall": ("replace run.json 1", "write part.jsonl 2", "replace run.json 2", "rename memory.jsonl 1"),
-    "train, preserve": ("write part.jsonl 2", "rename known.jsonl 1", "save optimizer.pt 2"),
+    "train, preserve": ("write part.jsonl 2", "rename known.jsonl 1", "save optimizer.pt 1"),
     "train, all of it, preserve": ("replace run.json 4",),
     "train, gate": ("replace gate.json 1",),
 }

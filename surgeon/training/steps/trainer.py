@@ -225,7 +225,12 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                 self.saving.add(lambda: write(tensors, to, metadata={"format": "pt"}))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the states of optimizer and schedule; with sharded weights, all processes call this."""
+        """Write the states of optimizer and schedule; with sharded weights, all processes call this.
+
+        Nothing is written after the last step: no step follows that would read them, and they are most of a checkpoint.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            return
         # The same files, sharded or not: a run may go on with another number of processes.
         if is_sharded(self.model) or self.args.should_save:
             state = self._taken(self.optimizer.state_dict())
