@@ -201,7 +201,7 @@ SENTENCES = (
     ),
     Sentence(
         EVIDENCE,
-        "In the mean, no method pays for it with a higher lowest new loss",
+        "On average, no method's lowest new loss is higher with it",
         lambda: all(reach <= 0 for reach in remedies_of("reach")),
     ),
     Sentence(

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from surgeon.checkpoint.folder import (
     CARD_FILE,
@@ -48,8 +47,6 @@ from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable, said_of
 from surgeon.grafts.bundle import CODE_FILE
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 # Bytes of the answer with a list of ten thousand files.
 _ANSWER = 2_000_000
@@ -77,32 +74,24 @@ def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | 
     return repo_id, named or revision
 
 
-def _perhaps_a_path(find: Callable[Concatenate[str, _P], _T]) -> Callable[Concatenate[str, _P], _T]:
-    """Let a function that finds a name say in its refusals what lies beside the path that may be meant."""
-
-    @wraps(find)
-    def found(name: str, /, *given: _P.args, **more: _P.kwargs) -> _T:
-        """Call `find`. Raises its BadInput, with what is there instead where the name has no revision."""
-        try:
-            return find(name, *given, **more)
-        except BadInput as error:
-            parent, beside = Path(meant(name)).parent, []
-            if "/" in name and "@" not in name and not os.path.lexists(meant(name)):
-                with contextlib.suppress(OSError, ValueError):
-                    entries = [each for each in parent.iterdir() if not each.name.startswith(".")]
-                    beside = sorted(each.name for each in entries if each.is_dir() or each.suffix.lower() == ".gguf")
-            if not beside:
-                raise
-            there = (
-                f"{printable(name)}: no such folder ({printable(str(parent))}/ has {listed(beside)}); check the path"
-            )
-            why = str(error).removeprefix(f"{printable(name)}: ")
-            raise BadInput(f"{there}; on the Hub: {why}" if is_repo_id(name) else there) from None
-
-    return found
+@contextlib.contextmanager
+def _perhaps_a_path(name: str) -> Iterator[None]:
+    """Say in a refusal of a name without a revision what lies beside the path that may be meant by it."""
+    try:
+        yield
+    except BadInput as error:
+        parent, beside = Path(meant(name)).parent, []
+        if "/" in name and "@" not in name and not os.path.lexists(meant(name)):
+            with contextlib.suppress(OSError, ValueError):
+                entries = [each for each in parent.iterdir() if not each.name.startswith(".")]
+                beside = sorted(each.name for each in entries if each.is_dir() or each.suffix.lower() == ".gguf")
+        if not beside:
+            raise
+        there = f"{printable(name)}: no such folder ({printable(str(parent))}/ has {listed(beside)}); check the path"
+        why = str(error).removeprefix(f"{printable(name)}: ")
+        raise BadInput(f"{there}; on the Hub: {why}" if is_repo_id(name) else there) from None
 
 
-@_perhaps_a_path
 def locate(base: str, *, revision: str | None, code: bool = False, download: bool = True) -> Located:
     """Find a base: a local path, or `user/name[@revision]` on the Hub, downloaded into the cache where necessary.
 
@@ -111,73 +100,75 @@ def locate(base: str, *, revision: str | None, code: bool = False, download: boo
     cache is searched. Raises BadInput where the base is not found or gated, the revision is unknown, or the base is
     neither cached nor reachable.
     """
-    base = meant(base)
-    if Path(base).exists():
-        if revision is not None:
-            raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
-        return Located(Path(base))
-    repo_id, revision = id_and_revision(base, revision)
-    if offline() or not download:
-        return _cached(repo_id, revision)
+    with _perhaps_a_path(base):
+        base = meant(base)
+        if Path(base).exists():
+            if revision is not None:
+                raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
+            return Located(Path(base))
+        repo_id, revision = id_and_revision(base, revision)
+        if offline() or not download:
+            return _cached(repo_id, revision)
 
-    def choose(repository: _Repository) -> list[str]:
-        """Return the names of the files to download: side files, and the weight files that transformers would load."""
-        names = [name for name in repository.files if _comes_along(name, repository.files[name], code=code)]
-        return [*names, *choose_weights(repository).files]
+        def choose(repository: _Repository) -> list[str]:
+            """Return the names of side files, and of the weight files that transformers would load."""
+            names = [name for name in repository.files if _comes_along(name, repository.files[name], code=code)]
+            return [*names, *choose_weights(repository).files]
 
-    return _at_one_commit(repo_id, revision, choose)
+        return _at_one_commit(repo_id, revision, choose)
 
 
-@_perhaps_a_path
 def locate_adapter(adapter: str) -> Located:
     """Find a PEFT adapter on the Hub (`user/name[@revision]`); download its config and weights into the cache.
 
     Raises BadInput in the same cases as `locate`. A pickle is never downloaded.
     """
-    repo_id, revision = id_and_revision(adapter)
-    if offline():
-        return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
+    with _perhaps_a_path(adapter):
+        repo_id, revision = id_and_revision(adapter)
+        if offline():
+            return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
 
-    def choose(repository: _Repository) -> list[str]:
-        """Return the names of the adapter's files and side files.
+        def choose(repository: _Repository) -> list[str]:
+            """Return the names of the adapter's files and side files.
 
-        Raises BadInput where the adapter's files are missing.
-        """
-        check_adapter_files(repository.files, repository.shown, repository.files)
-        beside = [name for name, size in repository.files.items() if is_side_file(name) and size <= MAX_SIDE_FILE_BYTES]
-        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *beside]
+            Raises BadInput where the adapter's files are missing.
+            """
+            check_adapter_files(repository.files, repository.shown, repository.files)
+            beside = [
+                name for name, size in repository.files.items() if is_side_file(name) and size <= MAX_SIDE_FILE_BYTES
+            ]
+            return [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *beside]
 
-    return _at_one_commit(repo_id, revision, choose)
+        return _at_one_commit(repo_id, revision, choose)
 
 
-@_perhaps_a_path
 def locate_delta(delta: str) -> Located:
     """Find a delta: a local path, or `user/name` or `user/name@revision` on the Hub, downloaded into the cache.
 
     Raises BadInput in the same cases as `locate`. Only tensors and files that a delta may contain are downloaded.
     """
-    delta = meant(delta)
-    if Path(delta).exists():
-        return Located(Path(delta))
-    repo_id, revision = id_and_revision(delta)
-    if offline():
-        return _snapshot(repo_id, revision, [DELTA_FILE], offline=True)
+    with _perhaps_a_path(delta):
+        delta = meant(delta)
+        if Path(delta).exists():
+            return Located(Path(delta))
+        repo_id, revision = id_and_revision(delta)
+        if offline():
+            return _snapshot(repo_id, revision, [DELTA_FILE], offline=True)
 
-    def choose(repository: _Repository) -> list[str]:
-        """Return the names of the files that a delta may contain. Raises BadInput where the repository is no delta."""
-        if DELTA_FILE not in repository.files:
-            raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
-        return [
-            name
-            for name, size in repository.files.items()
-            if _comes_along(name, size, code=True)
-            or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
-        ]
+        def choose(repository: _Repository) -> list[str]:
+            """Return the names of files that a delta may contain. Raises BadInput where this is no delta."""
+            if DELTA_FILE not in repository.files:
+                raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
+            return [
+                name
+                for name, size in repository.files.items()
+                if _comes_along(name, size, code=True)
+                or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
+            ]
 
-    return _at_one_commit(repo_id, revision, choose)
+        return _at_one_commit(repo_id, revision, choose)
 
 
-@_perhaps_a_path
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
     """Open a checkpoint on the Hub (`user/name[@revision]`) without downloading weights.
 
@@ -185,12 +176,13 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
     reading a tensor raises BadInput. In offline mode the cached checkpoint is opened. Raises BadInput in the same cases
     as `locate` and `CheckpointFolder.open`.
     """
-    repo_id, revision = id_and_revision(repo_id, revision)
-    if offline():
-        return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
-    repository = _Repository.ask(repo_id, revision)
-    with said_of(repository.shown):
-        return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
+    with _perhaps_a_path(repo_id):
+        repo_id, revision = id_and_revision(repo_id, revision)
+        if offline():
+            return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
+        repository = _Repository.ask(repo_id, revision)
+        with said_of(repository.shown):
+            return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
 
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:

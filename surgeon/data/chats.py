@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +119,8 @@ def _unknown(nth: int, speaker: str) -> str:
 def check_roles(messages: Sequence[Message], template: str = "") -> None:
     """Raise BadInput for a role that is no usual one, unless the template has it in quotation marks."""
     for each in messages:
-        if each.role not in _SPEAKERS.values() and not re.search(f"['\"]{re.escape(each.role)}['\"]", template):
+        named = any(f"{mark}{each.role}{mark}" in template for mark in ("'", '"'))
+        if each.role not in _SPEAKERS.values() and not named:
             raise BadInput(_unknown(each.number, each.role))
 
 

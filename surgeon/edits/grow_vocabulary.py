@@ -105,10 +105,7 @@ class GrowVocabulary(Operation):
             raise ValueError(
                 "empty, so there is nothing to add: name words in `tokens`, or `special` or `added` tokens"
             )
-        marks = [*self.special, *self.added]
-        for mark in marks:
-            if marks.count(mark) > 1:
-                raise ValueError(f"{printable(repr(mark), 60)} is named twice in `special` and `added`; name it once")
+        for mark in (*self.special, *self.added):
             if not 0 < len(mark.strip()) <= len(mark) <= _LONGEST:
                 raise ValueError(
                     f"{printable(repr(mark), 60)}: write a token of 1 to {_LONGEST} characters, not of white space only"

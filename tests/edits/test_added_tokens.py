@@ -212,7 +212,6 @@ def test_the_bound_of_rows_that_the_base_has() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"special": [], "added": []}, "empty, so there is nothing to add"),
     "empty": ({"special": ["<a>", ""]}, "'': write a token of 1 to 200 characters"),
-    "named twice": ({"special": ["<a>"], "added": ["<b>", "<a>"]}, "'<a>' is named twice"),
     "white space": ({"added": ["\n "]}, "not of white space only"),
     "long": ({"special": ["x" * 201]}, "write a token of 1 to 200 characters"),
     "no text": ({"special": [1]}, "`operations.0.special.0` is 1; it takes text"),
