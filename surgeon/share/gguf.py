@@ -109,7 +109,9 @@ def write_gguf(
         raise BadInput(f"--type {printable(type)}: the converter writes {', '.join(TYPES)}{more}")
     _check_free(target)
     folder, script = CheckpointFolder.open(Path(out)), _found(converter)
-    named = re.sub(rf"[-_.]?{type}$", "", target.stem, flags=re.IGNORECASE) or target.stem
+    named = target.stem
+    if named.lower().endswith(type):
+        named = named[: -len(type)].rstrip("-_.") or named
     job: dict[str, Any] = {"out": str(folder.path.resolve()), "script": str(script.resolve()), "name": named}
     job |= {"type": type, "base": None, "told": "told.json", "file": "model.gguf"}
     job["instead"] = f"--base {at_revision((first := _bases(folder)[0]).id, first.revision)}"
