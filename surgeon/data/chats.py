@@ -90,7 +90,7 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
     role = _SPEAKERS.get(speaker.strip().lower(), speaker)
     # Under `role` a template may know other names, which are checked where it is known.
     if role not in _SPEAKERS.values() and "role" not in value:
-        raise BadInput(f"{printable(where)}: {_unknown(nth, speaker)}")
+        raise BadInput(f"{printable(where)}: {_unknown(nth, speaker)}; rename it")
     more = {key: value[key] for key in _PASSED if value.get(key) not in (None, [], "")}
     if speaker.strip().lower() == _CALLS:
         more["tool_calls"], content = _json(content, "a call", shown), None
@@ -113,7 +113,7 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
 
 def _unknown(nth: int, speaker: str) -> str:
     """Return the error text for a speaker that is not known."""
-    return f"message {nth} is from `{printable(speaker)}`, which is none of {', '.join(_SPEAKERS)}; rename it"
+    return f"message {nth} is from `{printable(speaker)}`, which is none of {', '.join(_SPEAKERS)}"
 
 
 def check_roles(messages: Sequence[Message], template: str = "") -> None:
@@ -121,7 +121,7 @@ def check_roles(messages: Sequence[Message], template: str = "") -> None:
     for each in messages:
         named = any(f"{mark}{each.role}{mark}" in template for mark in ("'", '"'))
         if each.role not in _SPEAKERS.values() and not named:
-            raise BadInput(_unknown(each.number, each.role))
+            raise BadInput(f"{_unknown(each.number, each.role)}; rename it")
 
 
 def tools_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
