@@ -134,7 +134,7 @@ SPELLINGS = {
     "train.device": _S("auto, cpu, cuda"),
     "learn.to": _S("folder of the model; TO-learn has its plan, training file and recalled text", "RUN", "--to"),
     "learn.new": _S("text to learn: FILE, NAME=FILE or a data file (.yaml); may be given again"),
-    "learn.minutes": _S("about how long all of it may take"),
+    "learn.minutes": _S("about how long it learns; measuring answers comes on top"),
     "learn.most": _S("train all of the base, which learns most"),
     "learn.exact": _S("put the new layers behind a gate, which is closed for what the base knows"),
     "learn.seed": _S("seed of new tensors, recalled text and training", least=0),

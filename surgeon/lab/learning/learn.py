@@ -149,7 +149,7 @@ def learn(
         base: The model: a folder, or an output of surgeon for the next text.
         new: Texts to learn, each a file, NAME=FILE or a data file (.yaml, as of `evaluate`).
         to: The new folder.
-        minutes: About how long all of it may take.
+        minutes: About how long pilots, training and recalled text may take; measuring answers comes on top.
         most: Train all of the base, in place of new layers.
         exact: Put the new layers behind a gate.
         answers: Prompts by which kept answers are measured (`read_prompts`).
