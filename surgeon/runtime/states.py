@@ -36,7 +36,7 @@ from .states_rules import MixtureSpec, States, StatesRules
 
 # The number of the latest tokens whose sums of probabilities a cache keeps: it can be cropped by as many less one.
 _KEPT = 64
-# Up to so many choices a forward, each token's controls are picked by index.
+# Up to so many choices a forward, a device that is slow to tell numbers picks each token's controls by index.
 _FEW = 32
 
 # All matrices A of a choice as L D R, all B as L R D.
@@ -155,16 +155,17 @@ class Mixing(Reading):
             self.choices.append((site, chosen.detach(), weights.detach()))
         # The choice and the number of tokens for each are values of tensors, on which a compiled graph cannot branch.
         compiling = torch.compiler.is_compiling()
-        if chosen.numel() <= _FEW and not (own.training or compiling or torch.is_grad_enabled()):
+        if chosen.numel() <= _FEW and not (x.is_cpu or own.training or compiling or torch.is_grad_enabled()):
             self.tables = self.tables or self.bank.tables(x)
             if self.tables is not None:
                 return self._by_table(x, own, chosen, weights, *self.tables[choice[0]])
         weights = (1 - spec.alpha) * weights
-        if chosen.shape[:2] != x.shape[:2]:
-            if not compiling:
-                return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
-            chosen, weights = (each.expand(*x.shape[:2], -1) for each in (chosen, weights))
         made = product(x, own(), spec.alpha)
+        if chosen.shape[:2] == (1, 1) and not compiling:
+            for number, weight in zip(chosen.flatten().tolist(), weights.unbind(-1), strict=True):
+                made = made + product(x, self.bank.states[choice[number]](), weight.unsqueeze(-1))
+            return made
+        chosen, weights = (each.expand(*x.shape[:2], -1) for each in (chosen, weights))
         route = self._by_weight if compiling else self._by_token
         return route(x, made, chosen, weights, choice)
 
@@ -198,17 +199,6 @@ class Mixing(Reading):
         votes = (selected(probabilities, spec.top_k) * valid).sum(dim=(0, 1), keepdim=True)
         # Votes are whole numbers and the mean is at most 1: it decides between equal votes.
         return shown, votes + shown.detach()
-
-    def _together(self, x: Tensor, site: int, others: list[int], weights: Tensor) -> Tensor:
-        """Return the weighted sum of a site's own control and of the controls `others`, as one product: B T D.
-
-        All tokens share the choice `others`, with `weights` 1 1 K.
-        """
-        downs, ups = zip(*(self.bank.states[number]() for number in (site, *others)), strict=True)
-        # The weights scale the matrices B, which are smaller than the activations.
-        shares = [weights.new_full((1,), self.bank.spec.alpha), *weights.flatten().split(1)]
-        scaled = [up * share.to(up.dtype) for up, share in zip(ups, shares, strict=True)]
-        return F.linear(F.linear(x, torch.cat(downs)), torch.cat(scaled, dim=1))
 
     def _by_token(self, x: Tensor, own: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
         """Return the sum of `own`, B T D, and of each token's chosen controls; `chosen` and `weights` are B T K.
@@ -328,11 +318,6 @@ def _rows(
 def _summed(rows: Tensor, table: Tensor, asked: Tensor) -> Tensor:
     """Return each row times the matrices asked for it, one below the other: N K·J to N ·; `table` is L J ·."""
     count, width = rows.shape
-    if count > 1 and table.is_cpu:
-        # It reads the matrices where they are.
-        places = (asked.unsqueeze(-1) * table.shape[1] + torch.arange(table.shape[1])).view(count, width)
-        summed: Tensor = F.embedding_bag(places, table.flatten(0, 1), per_sample_weights=rows, mode="sum")
-        return summed
     matrices = table.index_select(0, asked).view(count, width, -1)
     return rows @ matrices[0] if count == 1 else torch.bmm(rows.unsqueeze(1), matrices).squeeze(1)
 

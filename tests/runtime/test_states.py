@@ -11,7 +11,8 @@ from torch import Tensor
 
 from surgeon.runtime.graft import Frame, cache_in
 from surgeon.runtime.losses import balance_loss
-from surgeon.runtime.states import ControlBank, Mixing, _summed
+from surgeon.runtime.newborn import product as product_of
+from surgeon.runtime.states import ControlBank, Mixing
 from surgeon.runtime.states_rules import MixtureSpec, States
 from tests import tiny
 from tests.caches import CACHE
@@ -250,11 +251,21 @@ def test_decoding_reads_no_number_on_the_host(routing: str, top_k: int) -> None:
             model(tokens(2, 40).to("meta"), **{CACHE: cache})
 
 
-def test_a_matrix_product_and_a_bag_of_rows_agree() -> None:
-    """The sums by which devices and CPUs pick controls."""
-    table, rows, asked = normal(5, 6, 7), normal(3, 12), torch.tensor([4, 0, 1, 1, 3, 4])
-    each = [_summed(rows[n : n + 1], table, asked[2 * n : 2 * n + 2]) for n in range(3)]
-    torch.testing.assert_close(_summed(rows, table, asked), torch.cat(each))
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_controls_picked_by_index_are_the_chosen_ones(top_k: int) -> None:
+    """What devices do that are slow to tell numbers, beside each chosen control's own product."""
+    model = bank(top_k=top_k).eval()
+    x, chosen = normal(2, 1, WIDTH), torch.tensor([[[4, 1]], [[0, 4]]])[..., :top_k]
+    weights = normal(2, 1, top_k, seed=5).softmax(-1)
+    with torch.no_grad():
+        tables = model.tables(x)
+        assert tables is not None
+        found = Mixing(model, torch.ones(2, 1).bool())._by_table(x, model.states[2], chosen, weights, *tables[0])
+        for row in range(2):
+            expected = product_of(x[row], model.states[2](), 0.7)
+            for k, weight in zip(chosen[row, 0].tolist(), weights[row, 0], strict=True):
+                expected = expected + 0.3 * weight * product_of(x[row], model.states[k]())
+            torch.testing.assert_close(found[row], expected)
 
 
 def test_a_cache_of_another_model_is_refused() -> None:
