@@ -9,8 +9,9 @@ not independent, so the interval comes from the spread between units.
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,32 +150,56 @@ def _by_token(
     batch = batch_of(sequences, domains=False)
     expected = batch.pop("labels")[:, 1:].to(device)
     given = {key: value.to(device) for key, value in batch.items()}
-    with running(model):
-        logits = model(**given, use_cache=False).logits
+    counts = expected != IGNORED_LABEL
+    # Logits of a large vocabulary take most of the time where few tokens count, as in a chat.
+    columns = counts.any(dim=0).nonzero().flatten()
+    logits = _logits(model, given, columns)
     if beside is not None:
-        return *_apart(logits, beside(**given, use_cache=False).logits), _array(expected != IGNORED_LABEL)
+        found = _apart(logits, _logits(beside, given, columns))
+    else:
+        found = _nats(logits, expected[:, columns])
+    losses, right = (torch.zeros(counts.shape, dtype=each.dtype, device=device) for each in found)
+    for whole, part in zip((losses, right), found, strict=True):
+        whole[:, columns] = part
+    return _array(losses), _array(right), _array(counts)
+
+
+def _logits(model: Any, given: Mapping[str, Tensor], columns: Tensor) -> Tensor:
+    """Return the logits at some columns of a batch; a model without `logits_to_keep` computes all of them."""
+    with running(model):
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            kept: Tensor = model(**given, use_cache=False, logits_to_keep=columns).logits
+            return kept
+        whole: Tensor = model(**given, use_cache=False).logits
+        return whole[:, columns]
+
+
+def _nats(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy of each expected token, and whether it was guessed right.
+
+    One sequence at a time, because float32 logits of a large vocabulary take the most memory.
+    """
     losses: list[Tensor] = []
     right: list[Tensor] = []
-    # One sequence at a time, because float32 logits of a large vocabulary take the most memory.
-    for row, labels in zip(logits[:, :-1], expected, strict=True):
+    for row, labels in zip(logits, expected, strict=True):
         losses.append(F.cross_entropy(row.float(), labels, ignore_index=IGNORED_LABEL, reduction="none"))
         right.append(row.argmax(dim=-1) == labels)
-    return _array(torch.stack(losses).double()), _array(torch.stack(right)), _array(expected != IGNORED_LABEL)
+    return torch.stack(losses).double(), torch.stack(right)
 
 
-def _apart(logits: Tensor, others: Tensor) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return, for every token but a sequence's first, KL(others ‖ logits), and whether both models guess alike.
+def _apart(logits: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL(others ‖ logits) of each token, and whether both models guess alike.
 
     Only the tokens in both vocabularies count.
     """
     words = min(logits.shape[-1], others.shape[-1])
     apart: list[Tensor] = []
     same: list[Tensor] = []
-    for row, other in zip(logits[:, :-1, :words], others[:, :-1, :words], strict=True):
+    for row, other in zip(logits[..., :words], others[..., :words], strict=True):
         q, p = F.log_softmax(row.float(), dim=-1), F.log_softmax(other.float(), dim=-1)
         apart.append(F.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1))
         same.append(row.argmax(dim=-1) == other.argmax(dim=-1))
-    return _array(torch.stack(apart).double()), _array(torch.stack(same))
+    return torch.stack(apart).double(), torch.stack(same)
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
