@@ -109,7 +109,7 @@ def test_degenerate_rows(solver: str, kind: str, scale: str) -> None:
     source = {"equal": base[:1].repeat(12, 1), "zero": torch.zeros(12, 6), "duplicated": base.repeat(3, 1)}[kind]
     found = solve(source, source.clone(), settings(solver, reg=0.01, cost_scale=scale))
     assert found.solution.converged
-    assert max(found.solution.row_error, found.solution.column_error) < 1e-6
+    assert max(found.solution.row_error, found.solution.column_error) < 2e-6
     # Whichever copy a row is sent to, the aligned rows are the rows.
     torch.testing.assert_close(found.align_rows(source), source, rtol=0, atol=1e-6)
     if solver == "sinkhorn":

@@ -80,7 +80,7 @@ def test_solution_tells_what_the_plan_is() -> None:
     assert found.solution.column_error == pytest.approx(np.abs(plan.sum(0) - 1 / 45).sum(), abs=1e-7)
     assert found.solution.entropy == pytest.approx(-(plan * np.log(plan)).sum(), rel=1e-5)
     assert found.solution.cost == pytest.approx((plan * cost64(source, target)).sum(), rel=1e-5)
-    assert max(found.solution.row_error, found.solution.column_error) <= 1e-6
+    assert max(found.solution.row_error, found.solution.column_error) <= 2e-6
     report = found.solution.to_report()
     assert report["iterations"] == found.solution.iterations >= 1
     assert report["converged"] is True
@@ -112,7 +112,7 @@ def test_too_few_iterations_are_told() -> None:
         found = solve(source, target, TransportSettings(reg=1e-3, max_iterations=most))
         assert not found.solution.converged
         assert found.solution.iterations <= most
-        assert max(found.solution.row_error, found.solution.column_error) > 1e-6
+        assert max(found.solution.row_error, found.solution.column_error) > 2e-6
         assert np.isfinite(wide(found.matrix())).all()
 
 
@@ -126,9 +126,9 @@ def test_acceleration_beats_the_plain_iteration() -> None:
     assert found.solution.converged
     uniform = np.full(200, 1 / 200)
     _, log = ot.sinkhorn(
-        uniform, uniform, cost, 0.06, numItermax=4 * found.solution.iterations, stopThr=1e-6, log=True, warn=False
+        uniform, uniform, cost, 0.06, numItermax=4 * found.solution.iterations, stopThr=2e-6, log=True, warn=False
     )
-    assert log["err"][-1] > 1e-6
+    assert log["err"][-1] > 2e-6
 
 
 @pytest.mark.parametrize(("reg", "computed"), [(0.06, 1), (0.008, 2)])
@@ -191,7 +191,7 @@ def test_plans_are_couplings(n: int, m: int, seed: int, reg: float, problem: str
     assert plan.sum() == pytest.approx(1, abs=1e-5)
     assert np.abs(plan.sum(1) - 1 / n).sum() == pytest.approx(found.solution.row_error, abs=1e-6)
     assert max(found.solution.row_error, found.solution.column_error) < 1e-3
-    assert found.solution.converged == (max(found.solution.row_error, found.solution.column_error) <= 1e-6)
+    assert found.solution.converged == (max(found.solution.row_error, found.solution.column_error) <= 2e-6)
 
 
 @pytest.mark.parametrize("share", [1e-2, 1e-3])
