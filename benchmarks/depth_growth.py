@@ -205,6 +205,7 @@ def table(writers: list[Measured], fused: Measured, stages: dict[str, float], he
     lines += [
         "",
         f"OT fusion: {fused.best:.1f} s, peak memory {fused.peak / 1e6:.0f} MB.",
+        "",
         *(f"- {stage}: {seconds:.2f} s" for stage, seconds in stages.items()),
         "",
         f"`surgeon --help`: {help_seconds:.3f} s.",

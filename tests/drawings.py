@@ -3,7 +3,8 @@
 It draws the pages of the committed studies anew as well.
 
 operations/<op>.svg is the stack before and after an operation, which a shipped plan did to a tiny model. growth.svg is
-such a stack beside what the demo's ways to learn gained and moved, from README's table.
+such a stack; learned.svg, of its size, is what the demo's ways to learn gained and moved, from README's table. They are
+two files, so that they stand side by side on a wide page, and one below the other, legible, on a phone.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ PLANS = {
 WIDTH = 360.0
 # Pixels a unit, where the page has room.
 SCALE = 1.3
+# The size of each of README's two pictures, its scale there, and the height of its heading.
+HALF, HALF_SCALE, TOP = (312.0, 330.0), 1.2, 24.0
 # The height of a legend's row, and where its words begin.
 LEGEND_ROW, LEGEND_WORDS = 20.0, 36.0
 
@@ -128,33 +131,36 @@ def of_operation(op: str) -> str:
 
 
 def of_growth() -> str:
-    """The README's picture: a stack before and after, beside what the demo's ways to learn gained and moved."""
-    of, found = operated(GROWN), claims.of_demo()
+    """The README's first picture: a stack before and after."""
+    of = operated(GROWN)
+    stack, rows = drawn_stack(of.history, of.ends, width=HALF[0]), legend_rows(of.history, of.ends)
+    parts = [
+        _heading("Before and after", 0),
+        placed(0, TOP, *stack.parts),
+        placed(0, TOP + stack.height + 6, drawn_legend(rows)),
+    ]
+    return standalone("A model grown by new layers", stack.summary, HALF, *parts, scale=HALF_SCALE)
+
+
+def of_learned() -> str:
+    """The README's second picture, beside it: what the demo's ways to learn gained and moved."""
+    found = claims.of_demo()
     compared = [
         Series(name, [(-found[words][0], found[words][1])], style, muted=words == claims.FULL)
         for style, (words, name) in enumerate(WAYS.items())
     ]
     across = Axis("French learned, nats a token", 0.28, 0.5)
     up = Axis("KL from the base on its answers", 0.0, 0.05)
-    stack, rows = drawn_stack(of.history, of.ends, width=230), legend_rows(of.history, of.ends)
-    top, left = 24.0, 256.0
-    below = top + stack.height + 6
+    below = HALF[1] - 2 * LEGEND_ROW
     beside = ["SmolLM2-135M-Instruct, one seed;", "lower right is better"]
-    size = (575.0, below + LEGEND_ROW * max(len(rows), len(beside)))
     parts = [
-        _heading("Before and after", 0),
-        placed(0, top, *stack.parts),
-        placed(0, below, drawn_legend(rows)),
-        _heading("What the demo learned and moved", left),
-        placed(left, top, drawn_lines(compared, across, up, size=(size[0] - left, stack.height))),
-        *(
-            el("text", line, x=left + 64, y=below + 14 + LEGEND_ROW * nth, class_="label")
-            for nth, line in enumerate(beside)
-        ),
+        _heading("What the demo learned and moved", 0),
+        placed(0, TOP, drawn_lines(compared, across, up, size=(HALF[0], below - TOP - 8))),
+        *(el("text", line, x=0, y=below + 14 + LEGEND_ROW * nth, class_="label") for nth, line in enumerate(beside)),
     ]
     words = "; ".join(f"{one.name}: learned {x:.3f}, KL {y:.4f}" for one in compared for x, y in one.points)
-    summary = f"{stack.summary}. Of four ways to teach SmolLM2-135M-Instruct French (nats a token), one seed: {words}"
-    return standalone("A model grown by new layers, and what ways of learning keep", summary, size, *parts, scale=SCALE)
+    summary = f"Of four ways to teach SmolLM2-135M-Instruct French (nats a token), one seed: {words}"
+    return standalone("What ways of learning gain and keep", summary, HALF, *parts, scale=HALF_SCALE)
 
 
 def drawn_legend(rows: Sequence[tuple[Markup, str]]) -> Markup:
@@ -172,7 +178,9 @@ def _heading(words: str, x: float) -> Markup:
 
 def drawings() -> dict[str, str]:
     """Every picture, by its file's name in docs/pictures."""
-    return {"growth.svg": of_growth()} | {f"operations/{op}.svg": of_operation(op) for op in PLANS}
+    return {"growth.svg": of_growth(), "learned.svg": of_learned()} | {
+        f"operations/{op}.svg": of_operation(op) for op in PLANS
+    }
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -101,6 +102,9 @@ _VALUES = {
     "__version__": "The version of surgeon.",
 }
 
+# The most columns of a signature in one row: pages have no room for more.
+_WIDEST = 100
+
 
 def python_page() -> str:
     """Every exported name once, with its signature and the first paragraph of its docstring."""
@@ -135,7 +139,14 @@ def _signature(function: Callable[..., Any]) -> str:
             written.append("*")
         default = "" if parameter.default is parameter.empty else f"={_value(parameter.default)}"
         written.append(f"{parameter.name}{default}")
-    return f"{function.__name__}({', '.join(written)}) -> {signature.return_annotation}"
+    whole = f"{function.__name__}({', '.join(written)}) -> {signature.return_annotation}"
+    if len(whole) <= _WIDEST:
+        return whole
+    # A default's own spaces stay: what is wrapped has none.
+    words = ", ".join(one.replace(" ", "\0") for one in written) + ","
+    rows = textwrap.wrap(words, _WIDEST - 4, break_long_words=False, break_on_hyphens=False)
+    inner = textwrap.indent("\n".join(rows), "    ").replace("\0", " ")
+    return f"{function.__name__}(\n{inner}\n) -> {signature.return_annotation}"
 
 
 def _value(default: object) -> str:

@@ -16,9 +16,10 @@ def test_every_operation_has_its_picture_and_no_other_is_there() -> None:
     assert there == {f"operations/{op}.svg" for op in OPERATIONS}
 
 
-def test_the_picture_of_growth_is_that_of_the_results() -> None:
-    """`python -m tests.drawings` writes it."""
+def test_the_pictures_of_growth_are_those_of_the_results() -> None:
+    """`python -m tests.drawings` writes them."""
     assert (drawings.PICTURES / "growth.svg").read_text(encoding="utf-8") == drawings.of_growth()
+    assert (drawings.PICTURES / "learned.svg").read_text(encoding="utf-8") == drawings.of_learned()
 
 
 @pytest.mark.parametrize("op", drawings.PLANS)

@@ -8,7 +8,7 @@ import pytest
 
 from surgeon.lab.studies.page import render
 from tests import browser, drawings
-from tests.studies import findings_of
+from tests.studies import RESULTS, STUDIES, findings_of
 
 pytestmark = [
     pytest.mark.browser,
@@ -19,13 +19,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def study() -> str:
     """The page of the largest committed study, as it is drawn now."""
-    return render(findings_of(drawings.STUDY))
+    largest = max(STUDIES, key=lambda name: (RESULTS / name / "comparison.html").stat().st_size)
+    return render(findings_of(largest))
 
 
 def drawn() -> str:
     """Every drawing of the docs on one page, as wide as there is room."""
     style = "svg { display: block; max-width: 100%; height: auto; margin: 0 0 8px }"
-    files = [drawings.PICTURES / "growth.svg", *sorted(drawings.PICTURES.glob("operations/*.svg"))]
+    files = sorted(drawings.PICTURES.rglob("*.svg"))
     return f"<!DOCTYPE html><style>{style}</style>" + "".join(file.read_text(encoding="utf-8") for file in files)
 
 
