@@ -57,6 +57,15 @@ class Prompts:
     prompts: tuple[str, ...]
     expected: tuple[tuple[str, ...], ...]
 
+    def encoded(self, models: Sequence[Checkpoint], *, tokens: int = 48) -> list[EncodedPrompts]:
+        """Return the prompts as each model's tokens, asked as the first one is; answers have up to `tokens` tokens.
+
+        Raises BadInput as `encode_prompts` does.
+        """
+        first = encode_prompts(self.prompts, models[0], tokens=tokens)
+        others = [encode_prompts(self.prompts, model, tokens=tokens, chat=first.chat) for model in models[1:]]
+        return [first, *others]
+
 
 @dataclass(frozen=True)
 class KeptAnswers:
@@ -248,9 +257,16 @@ def kept_answers(
     Raises:
         BadInput: A model cannot be run or asked, a prompt is too long, or the base answers each with nothing.
     """
-    key = BaseAnswers.of(base, prompts, tokens=tokens, dtype=dtype, device=device, listener=listener)
-    asked = [key.asked(model) for model in models]
-    return [key.kept(model, own) for model, own in zip(models, asked, strict=True)]
+    first, *others = prompts.encoded([base, *models], tokens=tokens)
+    key = BaseAnswers.of(base, prompts, encoded=first, dtype=dtype, device=device, listener=listener)
+    found = []
+    for model, asked in zip(models, others, strict=True):
+        loaded = model.load(dtype=dtype, device=key.device)
+        found.append(key.kept(model, loaded, asked))
+        # Free the memory for the next model.
+        del loaded
+        gc.collect()
+    return found
 
 
 @dataclass(frozen=True)
@@ -266,7 +282,6 @@ class BaseAnswers:
     counted: Sequence[int]
     windows: Windows
     model: Any
-    tokens: int
     dtype: str
     device: str
     listener: Listener
@@ -277,15 +292,26 @@ class BaseAnswers:
         base: Checkpoint,
         prompts: Prompts,
         *,
-        tokens: int = 48,
+        encoded: EncodedPrompts | None = None,
+        loaded: Any = None,
         dtype: str = "auto",
         device: str = "auto",
         listener: Listener | None = None,
     ) -> Self:
-        """Load a base and let it answer. Arguments and errors are those of `kept_answers`."""
+        """Let a base answer; other arguments and errors are those of `kept_answers`.
+
+        Args:
+            base: The base.
+            prompts: What it is asked.
+            encoded: The prompts as its tokens; None: they are encoded here.
+            loaded: The base, where it is in memory; None: it is loaded here.
+            dtype: As loaded, or to load it in.
+            device: Where it is, or is loaded.
+            listener: Receives progress.
+        """
         listener, device = listener or Quiet(), devices.resolve(device)
-        encoded = encode_prompts(prompts.prompts, base, tokens=tokens)
-        model = base.load(dtype=dtype, device=device)
+        encoded = encoded or prompts.encoded([base])[0]
+        model = base.load(dtype=dtype, device=device) if loaded is None else loaded
         answers = _answers(base, model, encoded, dtype, listener)
         counted = [number for number, each in enumerate(answers) if each.text.strip()]
         if not counted:
@@ -294,24 +320,17 @@ class BaseAnswers:
                 " keep; give prompts that it answers"
             )
         windows = _windows(encoded, answers, counted)
-        return cls(prompts, encoded, answers, counted, windows, model, tokens, dtype, device, listener)
-
-    def asked(self, model: Checkpoint) -> EncodedPrompts:
-        """Encode the prompts for another model, as the base is asked. Raises BadInput as `encode_prompts` does."""
-        return encode_prompts(self.prompts.prompts, model, tokens=self.tokens, chat=self.encoded.chat)
+        return cls(prompts, encoded, answers, counted, windows, model, dtype, device, listener)
 
     def apart(self, model: Checkpoint, loaded: Any) -> Scores:
         """Return KL(base ‖ model) on the base's answers, in nats a token, by prompt; `model` has the base's tokens."""
         self.listener.begin(f"KL of {model.name}", len(self.windows), "answers")
         return divergence(loaded, self.model, self.windows, batch=_BATCH, advance=self.listener.advance)
 
-    def kept(self, model: Checkpoint, asked: EncodedPrompts) -> KeptAnswers:
-        """Load a model, let it answer, and return how much of the base's answers it keeps; then free its memory."""
-        loaded = model.load(dtype=self.dtype, device=self.device)
+    def kept(self, model: Checkpoint, loaded: Any, asked: EncodedPrompts) -> KeptAnswers:
+        """Let a loaded model answer, `asked` as the base is, and return how much of the base's answers it keeps."""
         theirs = _answers(model, loaded, asked, self.dtype, self.listener)
         apart = self.apart(model, loaded) if asked.ids == self.encoded.ids else None
-        del loaded
-        gc.collect()
         return KeptAnswers(
             prompts=tuple(self.prompts.prompts[number] for number in self.counted),
             base_answers=tuple(self.answers[number] for number in self.counted),

@@ -14,6 +14,7 @@ from typing import Any
 
 from surgeon import (
     Answer,
+    BaseAnswers,
     Checkpoint,
     EncodedPrompts,
     HeldOut,
@@ -26,7 +27,6 @@ from surgeon import (
     divergence,
     encode_prompts,
     judge,
-    kept_answers,
     score,
     written,
 )
@@ -89,7 +89,9 @@ def evaluate_texts(
     kl: bool,
     asked: Prompts | None,
 ) -> Evaluation[SourceScores]:
-    """Score every model on every text, and let it answer every prompt; one model is in memory at a time.
+    """Score every model on every text, and let it answer every prompt; a model is loaded once.
+
+    One is in memory at a time, beside the first where others are compared with it by KL or by answers.
 
     `texts` or `prompts` may be empty. With prompts `asked`, every model's answers are also compared with the first's.
     Raises BadInput where a model cannot be loaded, or a prompt leaves no room for an answer.
@@ -102,49 +104,53 @@ def evaluate_texts(
             how.note(f"{model.name}: {line}")
     texts = written(texts, models, say=how.note) if texts else []
     encodings = [_encoded(prompts, model, answer_tokens, how) if prompts else None for model in models]
+    asked_for = [None for _ in models] if asked is None else asked.encoded(models)
+    if asked is not None and (given := len(asked.prompts)) < _FEW_DOCUMENTS:
+        how.note(f"answers to {given} prompts are compared, so their intervals are rough, or there are none")
     windows = [{} for _ in models] if window is None else _cut(texts, models, window, how)
     rows: list[ModelScores[SourceScores]] = []
     reference: dict[str, Scores] | None = None
-    for model, own, encoded in zip(models, windows, encodings, strict=True):
-        found, answers = _run(model, own, encoded, how) if own or encoded else ({}, [])
+    first: Any = None
+    key: BaseAnswers | None = None
+    for checkpoint, own, encoded, questions in zip(models, windows, encodings, asked_for, strict=True):
+        model = how.load(checkpoint)
+        found, answers = _run(checkpoint, model, own, encoded, how)
         # Models with the first model's tokens share its windows.
         same = own is windows[0] if texts else None
         summaries = _summaries(own, found, windows[0], reference)
-        rows.append(ModelScores(model.name, same, summaries, tuple(answers)))
+        kept = None
+        if reference is None:
+            first = model if kl else None
+            if asked is not None:
+                by: dict[str, Any] = {"dtype": how.dtype, "device": how.device, "listener": how.listener}
+                key = BaseAnswers.of(checkpoint, asked, encoded=questions, loaded=model, **by)
+        else:
+            if kl and same:
+                summaries = _with_kl(checkpoint, model, first, summaries, own, how)
+            if key is not None and questions is not None:
+                kept = key.kept(checkpoint, model, questions)
+        rows.append(ModelScores(checkpoint.name, same, summaries, tuple(answers), kept))
         reference = reference or found
-    if kl:
-        rows[1:] = _with_kl(models, rows[1:], windows[0], how)
-    if asked is not None:
-        if (given := len(asked.prompts)) < _FEW_DOCUMENTS:
-            how.note(f"answers to {given} prompts are compared, so their intervals are rough, or there are none")
-        settings: dict[str, Any] = {"dtype": how.dtype, "device": how.device, "listener": how.listener}
-        kept = kept_answers(models[0], models[1:], asked, **settings)
-        rows[1:] = [replace(row, kept=each) for row, each in zip(rows[1:], kept, strict=True)]
+        # Free the memory for the next model.
+        del model
+        gc.collect()
     return how.of(rows, window, prompts)
 
 
 def _with_kl(
-    models: Sequence[Checkpoint],
-    rows: Sequence[ModelScores[SourceScores]],
+    checkpoint: Checkpoint,
+    model: Any,
+    first: Any,
+    summaries: Sequence[SourceScores],
     cut_texts: Mapping[str, Windows],
     how: How,
-) -> list[ModelScores[SourceScores]]:
-    """Return the rows with KL(first ‖ model) added, where both models have the same tokens."""
-    first, found = models[0].load(dtype=how.dtype, device=how.device), []
-    for row, checkpoint in zip(rows, models[1:], strict=True):
-        sources = row.sources
-        if row.same_tokens:
-            how.listener.begin(f"KL of {checkpoint.name}", sum(map(len, cut_texts.values())), "windows")
-            model = checkpoint.load(dtype=how.dtype, device=how.device)
-            by: dict[str, Any] = {"batch": how.batch, "advance": how.listener.advance}
-            sources = tuple(
-                replace(each, apart=divergence(model, first, cut_texts[each.source], **by).loss_ratio)
-                for each in sources
-            )
-            del model
-            gc.collect()
-        found.append(replace(row, sources=sources))
-    return found
+) -> tuple[SourceScores, ...]:
+    """Return a loaded model's scores with KL(first ‖ model) added; both models have the same tokens."""
+    how.listener.begin(f"KL of {checkpoint.name}", sum(map(len, cut_texts.values())), "windows")
+    by: dict[str, Any] = {"batch": how.batch, "advance": how.listener.advance}
+    return tuple(
+        replace(each, apart=divergence(model, first, cut_texts[each.source], **by).loss_ratio) for each in summaries
+    )
 
 
 def _encoded(prompts: Sequence[str], model: Checkpoint, tokens: int, how: How) -> EncodedPrompts:
@@ -204,12 +210,13 @@ def _note_documents(cut_texts: Mapping[str, Windows], window: int, how: How) -> 
 
 def _run(
     checkpoint: Checkpoint,
+    model: Any,
     cut_texts: Mapping[str, Windows],
     prompts: EncodedPrompts | None,
     how: How,
 ) -> tuple[dict[str, Scores], list[Answer]]:
-    """Score a model and collect its answers; return (scores by source, answers). The model is freed afterwards."""
-    model, listener = how.load(checkpoint), how.listener
+    """Score a loaded model and collect its answers; return (scores by source, answers)."""
+    listener = how.listener
     if cut_texts:
         listener.begin(f"scoring {checkpoint.name}", sum(map(len, cut_texts.values())), "windows")
     found = {
@@ -221,9 +228,6 @@ def _run(
     if prompts is not None:
         listener.begin(f"asking {checkpoint.name}", len(prompts.ids), "prompts")
         answers = answer(model, prompts, advance=listener.advance)
-    # Free the memory for the next model.
-    del model
-    gc.collect()
     return found, answers
 
 
