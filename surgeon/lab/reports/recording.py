@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.errors import printable
+from surgeon.errors import BadInput, printable
 from surgeon.lab.reports.routing_record import (
     ExpertChoices,
     GateChoices,
-    NothingChooses,
     RouterChoices,
     RouterPlace,
     Site,
@@ -42,7 +41,7 @@ def observer_of(
         model = load_model(folder, device=device, say=say)
     observer = Observer(model, encoder=anatomy.family.encoder)
     if not observer.chooses:
-        raise NothingChooses(
+        raise BadInput(
             f"{printable(str(folder.path))}: its grafts have neither router nor gate whose choices are recorded;"
             " give another output"
         )

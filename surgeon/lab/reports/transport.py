@@ -10,13 +10,12 @@ this way.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -37,9 +36,6 @@ from surgeon.manifest.reading import manifest_of
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion
 from surgeon.plan.plan import recorded_plan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MODULES = ("query", "key", "value", "output", "gate", "up", "down")
 # The modules of a layer's experts, and the name of one expert's map.
@@ -182,19 +178,6 @@ def transport_report(
     return TransportReport(tuple(_map_report(name, found, after.get(name)) for name, found in before.items()))
 
 
-def see_maps(
-    folder: CheckpointFolder,
-    maps: Sequence[str],
-    see: Callable[[str, Tensor], None],
-    device: str,
-    listener: Listener,
-) -> None:
-    """Solve for an output's maps, and call `see` for each map in `maps`. Raises BadInput for a name that is no map."""
-    drawn = _drawn(folder)
-    _check_names(maps, [name for couplings in drawn for name in couplings])
-    _solve(folder, drawn, devices.resolve(device), listener.say, maps, see)
-
-
 def _drawn(folder: CheckpointFolder) -> list[dict[str, Coupling]]:
     """Return the maps of each inserted layer and neighbour. Raises BadInput where there are no maps."""
     pairs = _pairs(layer_history(folder, manifest_of(folder)))
@@ -283,13 +266,8 @@ def _solve(
     drawn: list[dict[str, Coupling]],
     device: str,
     progress: Callable[[str], None],
-    seen: Sequence[str] = (),
-    see: Callable[[str, Tensor], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Solve all maps, and return their reports by name; the maps of one pair are freed before the next pair.
-
-    `see` receives the name and the matrix of each map in `seen`.
-    """
+    """Solve all maps, and return their reports by name; the maps of one pair are freed before the next pair."""
     from surgeon.writing.compute import Evaluator
 
     found: dict[str, dict[str, Any]] = {}
@@ -299,23 +277,12 @@ def _solve(
         only_maps = Blueprint(0, (), couplings, (), (), folder.config)
         evaluator = Evaluator(only_maps, folder, device=device, stopwatch=Stopwatch())
         for name, coupling in couplings.items():
-            solved = evaluator.map_of(MapRef(name))
-            if see is not None and name in seen:
-                see(name, solved.matrix())
+            evaluator.map_of(MapRef(name))
             if _EXPERT.search(name):  # no other map needs it
                 evaluator.forget([name])
             if coupling.groups is None:
                 found[name] = evaluator.maps.reports[name]
     return found
-
-
-def _check_names(given: Sequence[str], names: list[str]) -> None:
-    """Raise BadInput for a name in `given` that is not in `names`."""
-    for name in given:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"the first of {len(names)} is {names[0]}"
-            raise BadInput(f"--maps {printable(name)}: there is no such map; {hint}")
 
 
 def map_facts(history: History) -> tuple[MapFact, ...]:

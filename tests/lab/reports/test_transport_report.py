@@ -1,4 +1,4 @@
-"""Entropies of transport maps between inserted layers and their neighbours, against POT in float64; heat maps."""
+"""Entropies of transport maps between inserted layers and their neighbours, against POT in float64."""
 
 from __future__ import annotations
 

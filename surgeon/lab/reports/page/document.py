@@ -8,7 +8,6 @@ from surgeon.common.page.charts import Bar, bars
 from surgeon.common.page.document import rendered
 from surgeon.common.page.markup import Markup
 from surgeon.common.promises import CONDITION, PROMISE_STYLES
-from surgeon.lab.reports.curves import curves_of
 from surgeon.lab.reports.findings import Findings
 from surgeon.lab.reports.history import Budget, History
 from surgeon.lab.reports.page import measured
@@ -37,7 +36,6 @@ def render(findings: Findings) -> str:
         origin_words=origin_words,
         budget_bars=_budget_bars(findings.budget),
         papers=_papers(history),
-        curves_of=curves_of,
         draw=measured,
     )
 
