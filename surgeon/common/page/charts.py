@@ -1,4 +1,4 @@
-"""SVG pictures for pages, and small charts: bars and shaded grids.
+"""SVG pictures for pages, and small charts of bars.
 
 Charts are 360 units wide, so that a phone shows them whole. One style sheet, light and dark, sets all colours. A page
 follows the reader's colour scheme, and its text stays scalable and searchable. Every picture has a description for
@@ -7,7 +7,6 @@ screen readers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -40,7 +39,6 @@ def drawing(
 
 
 WIDTH = 360
-_RIGHT = 10
 
 
 @dataclass(frozen=True)
@@ -72,49 +70,3 @@ def bars(title: str, entries: Sequence[Bar], *, full: float, key: str, cap: str 
         parts.append(el("text", cap, x=left + span, y=height - 3, class_="tick", text_anchor="end"))
     summary = "; ".join(f"{entry.name}: {entry.words}" for entry in entries)
     return drawing(title, summary, (WIDTH, height), *parts, key=key)
-
-
-def grid(
-    title: str,
-    cells: Sequence[Sequence[float]],
-    *,
-    key: str,
-    down: str,
-    across: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    summary: str,
-    full: float = 1.0,
-) -> Markup:
-    """Draw a matrix of shares from 0 to `full` as shaded cells; every few rows and columns have a label."""
-    left, top = 64.0, 58.0
-    side = (WIDTH - left - _RIGHT) / max(1, len(columns))
-    tall = min(side, 24.0)
-    parts = [
-        el("text", across, x=left, y=10, class_="tick"),
-        el("text", down, x=left - 6, y=top - 6, class_="tick", text_anchor="end"),
-    ]
-    for column in range(0, len(columns), _stride(side)):
-        x = left + (column + 0.5) * side + 3
-        parts.append(
-            el("text", columns[column], class_="tick small", transform=f"translate({x:.1f} {top - 4}) rotate(-60)")
-        )
-    for number, row in enumerate(cells):
-        y = top + number * tall
-        if number % _stride(tall) == 0:
-            parts.append(
-                el("text", rows[number], x=left - 4, y=y + tall / 2 + 3, class_="tick small", text_anchor="end")
-            )
-        for column, value in enumerate(row):
-            if value > 0.004 * full:
-                shade = f"{min(1.0, value / full):.2f}"
-                parts.append(
-                    el("rect", x=left + column * side, y=y, width=side, height=tall, class_="heat", fill_opacity=shade)
-                )
-    height = top + len(cells) * tall
-    parts.append(el("rect", x=left, y=top, width=WIDTH - left - _RIGHT, height=height - top, class_="frame"))
-    return drawing(title, summary, (WIDTH, height + 4), *parts, key=key)
-
-
-def _stride(side: float) -> int:
-    return max(1, math.ceil(10 / side)) if side > 0 else 1

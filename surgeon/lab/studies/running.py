@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from surgeon import (
     HeldOut,
-    Windows,
     apply,
     cut,
     discard_run,
-    divergence,
     load_config,
     open_checkpoint,
     open_source,
@@ -45,9 +43,6 @@ Answer = dict[str, Any]
 _BATCH = 8
 # Held-out texts by the study's fingerprint, opened once for all runs of a study.
 _held: dict[str, list[HeldOut]] = {}
-# The loaded base by its folder, for KL(base ‖ run) on new text.
-_bases: dict[str, Any] = {}
-_cut_by_base: dict[tuple[str, str], dict[str, Windows]] = {}
 
 
 class _Progress(Quiet):
@@ -137,7 +132,7 @@ def _run(task: Task, listener: Listener) -> Answer:
         discard_run(target)
         return {"measured": None, "diverged": str(error)}
     assert trained is not None
-    found = _measured(task, target, kl_on=task["new"])
+    found = _measured(task, target)
     odd = next((name for name, source in found.items() if not math.isfinite(source["loss"])), None)
     blended = {} if odd else _blended(task, target)
     if not task["keep"]:
@@ -182,8 +177,8 @@ def _base(task: Task, listener: Listener) -> Answer:
     return {"measured": _measured(task, Path(task["base"]))}
 
 
-def _measured(task: Task, folder: Path, *, kl_on: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a checkpoint's losses on the study's held-out texts, and KL(base ‖ checkpoint) on the texts `kl_on`."""
+def _measured(task: Task, folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's losses on the study's held-out texts."""
     held = _held.get(task["study"])
     if held is None:
         _held.clear()
@@ -202,27 +197,7 @@ def _measured(task: Task, folder: Path, *, kl_on: Sequence[str] = ()) -> dict[st
             "bits_per_byte": scores.bits_per_byte(windows).value,
             "by_document": list(zip(nats, tokens, windows.nbytes.tolist(), strict=True)),
         }
-        if name in kl_on and windows.same_tokens(_base_cut(task, held)[name]):
-            found[name]["kl"] = divergence(model, _base_model(task), windows, batch=_BATCH).loss
     return found
-
-
-def _base_cut(task: Task, held: Sequence[HeldOut]) -> dict[str, Windows]:
-    """Return the study's texts as windows of the base's tokens."""
-    key = task["study"], task["base"]
-    if key not in _cut_by_base:
-        _cut_by_base.clear()
-        _cut_by_base[key] = cut(held, open_checkpoint(task["base"]), length=task["length"])
-    return _cut_by_base[key]
-
-
-def _base_model(task: Task) -> Any:
-    """Return the study's base as a loaded model; it is loaded once for all runs."""
-    if _bases.keys() != {task["base"]}:
-        _bases.clear()
-        opened = open_checkpoint(task["base"], trust_remote_code=task["trust_remote_code"])
-        _bases[task["base"]] = opened.load(device=task["device"])
-    return _bases[task["base"]]
 
 
 _TASKS: dict[str, Callable[[Task, Listener], Answer]] = {

@@ -11,7 +11,6 @@ part of the digests, so a study and its texts may be moved.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.lab.studies.analysis import find
-from surgeon.lab.studies.budget import SECONDS_FILE, Budget, earlier_seconds, left_out
+from surgeon.lab.studies.budget import Budget, left_out
 from surgeon.lab.studies.config.entries import Remedy
 from surgeon.lab.studies.config.loading import GROUPS, LoadedStudy
 from surgeon.lab.studies.config.settings import (
@@ -93,7 +92,7 @@ class Course:
             request,
             Records(request.work, request.take_over, request.listener.say),
             common,
-            Budget(request.minutes, earlier_seconds(request.work)),
+            Budget(request.minutes),
         )
         course.records.check_study(common)
         # Remove what an interrupted call left, complete or not; it is made again.
@@ -287,8 +286,6 @@ class Course:
         self.records.add(run.key, self._print(run), record)
         self.found[run] = record
         self.budget.made.append(answer["seconds"])
-        with (self.request.work / SECONDS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": run.key, "seconds": answer["seconds"]}) + "\n")
         self._report(run, record, answer["seconds"])
         # Rates that are known only now may have stored records of further seeds.
         self.request.listener.advance(self._read())
@@ -349,8 +346,7 @@ class Course:
             to=str(request.work / "runs" / run.key),
             keep=request.kept is not None,
             blend=request.loaded.config.blend,
-            new=self.names[0],
-            limit=None if budget.is_known else budget.minutes and [budget.minutes, budget.left],
+            limit=None if budget.made else budget.minutes and [budget.minutes, budget.left],
             **self._measuring(),
         )
 

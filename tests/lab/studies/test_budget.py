@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from surgeon.errors import BadInput
 from surgeon.lab.studies import budget as budgets
-from surgeon.lab.studies.budget import SECONDS_FILE, Budget, Deadline, earlier_seconds
+from surgeon.lab.studies.budget import Budget, Deadline
 from surgeon.lab.studies.schedule import Round, Run
 
 
@@ -65,16 +64,7 @@ def test_a_round_that_does_not_fit_is_not_begun(at: Callable[[float], None]) -> 
     assert Budget(1.0, begun=0).allow(rounds, ()) == first + second + third
 
 
-def test_too_little_for_one_run_is_refused(at: Callable[[float], None], tmp_path: Path) -> None:
-    """By what earlier calls took, by what comes before, and by the steps of the first run."""
-    assert earlier_seconds(tmp_path) == ()
-    lines = ['{"seconds": 150.0}', '{"seconds": 130}', '{"seconds": -1}', "[]", "no", '{"seconds": "soon"}']
-    (tmp_path / SECONDS_FILE).write_text("\n".join(lines))
-    earlier = earlier_seconds(tmp_path)
-    assert earlier == (150.0, 130.0)
-    Budget(2.2, earlier, begun=0).check()
-    with pytest.raises(BadInput, match=r"^--minutes 2: too little for one run, which took 2 minutes; give --minutes 3"):
-        Budget(2.0, earlier, begun=0).check()
+def test_no_run_begins_where_what_comes_before_took_the_time(at: Callable[[float], None]) -> None:
     fresh = Budget(1.0, begun=0)
     at(59)
     fresh.check()

@@ -109,28 +109,6 @@ def test_fisher_reads_what_is_replayed_never_what_is_measured(share: float, tmp_
     assert recalled_by(loaded.config).tokens >= 90 * loaded.config.length
 
 
-def test_a_sweep_of_a_remedy_is_a_remedy_for_each_combination(tmp_path: Path) -> None:
-    swept = "sweep: {replay.share: [0.1, 0.25], preserve.loss: [kl, [kl, fisher]]}"
-    loaded = written(tmp_path, SMALLEST + f"remedies: [{{name: a, replay: {{}}, {swept}}}, {{name: b}}]\n")
-    found = [(each.name, each.replay and each.replay.share) for each in loaded.config.remedies]
-    assert found == [
-        ("a-0.1-kl", 0.1),
-        ("a-0.1-kl_fisher", 0.1),
-        ("a-0.25-kl", 0.25),
-        ("a-0.25-kl_fisher", 0.25),
-        ("b", None),
-    ]
-    assert [each.fisher > 0 for each in loaded.config.remedies] == [False, True, False, True, False]
-    for sweep, words in (
-        ("{replay.share: 0.1}", r"study.yaml:6: `remedies.0.sweep.replay.share`"),
-        ("{replay.share: []}", "takes at least 1 entry"),
-        ("{replay.shar: [0.1]}", "unknown key `shar`; did you mean `share`"),
-        ("{replay.share: [2.0]}", "`remedies.0.replay.share` is 2.0"),
-    ):
-        with pytest.raises(BadInput, match=words):
-            written(tmp_path, SMALLEST + f"remedies: [{{name: a, replay: {{}}, sweep: {sweep}}}]\n")
-
-
 def test_peers_are_what_train_calls_them(tmp_path: Path) -> None:
     methods = "[{name: low, lora: {rank: 2, targets: ffn}}, {name: some, partial: {every: 2}}, full]"
     loaded = written(tmp_path, SMALLEST.replace("[neutral-residues]", methods))

@@ -37,6 +37,7 @@ def render(findings: Findings) -> str:
         budget_bars=_budget_bars(findings.budget),
         papers=_papers(history),
         draw=measured,
+        zip=zip,
     )
 
 
