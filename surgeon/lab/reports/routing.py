@@ -110,20 +110,17 @@ def routing_report(
     folder, anatomy = _opened(Path(out), texts, to, listener, trust_remote_code=trust_remote_code)
 
     from surgeon.lab.reports.recording import observer_of
-    from surgeon.models.tokenizer import open_tokenizer
     from surgeon.models.tokens import token_batches
 
     device = devices.resolve(device)
     observer = observer_of(folder, anatomy, window, device, listener.say)
-    # None: there is no tokenizer, and tokens are shown by number.
-    tokenizer, _ = open_tokenizer(folder.path) if observer.router else (None, "")
     choices: dict[str, TextChoices] = {}
     for name, text in texts.items():
         tokens = token_batches(
             folder.path, text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary
         )
         listener.begin(f"routing on {printable(name)}", len(tokens.ids), "windows")
-        choices[name] = observer.run(tokens.ids.to(device), tokenizer, listener.advance)
+        choices[name] = observer.run(tokens.ids.to(device), listener.advance)
     report = RoutingReport(Path(out).resolve().name, observer.router, observer.sites, choices)
     if to is not None:
         with writing(to):

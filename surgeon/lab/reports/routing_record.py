@@ -14,14 +14,10 @@ Site = tuple[int, Literal["attention", "ffn"]]
 
 @dataclass(frozen=True)
 class RouterChoices:
-    """PMoE's router on one text: mean weight of each slot, share of tokens that prefer each slot, and some tokens.
-
-    `examples` contains pairs (token, its slot of largest weight).
-    """
+    """PMoE's router on one text: mean weight of each slot, and share of tokens that prefer each slot."""
 
     mean: tuple[float, ...]
     largest: tuple[float, ...]
-    examples: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -38,10 +34,9 @@ class GateChoices:
 
 @dataclass(frozen=True)
 class ExpertChoices:
-    """Routed experts of one layer on one text: for each expert, the share of tokens that take it, and mean weight."""
+    """Routed experts of one layer on one text: for each expert, the share of tokens that take it."""
 
     tokens: tuple[float, ...]
-    weight: tuple[float, ...]
 
     @property
     def unused(self) -> int:
@@ -115,7 +110,7 @@ class RoutingReport:
             `model`: the output's name
             `router`: its `layer` and `slots`, or null
             `sites`: each site's layer and block
-            `texts`: by name `tokens`, `router` (`mean`, `largest`, `examples`), `states`, `gates`, `experts` (by layer
-                `tokens`, each expert's share of them, and `weight`)
+            `texts`: by name `tokens`, `router` (`mean`, `largest`), `states`, `gates`, `experts` (by layer `tokens`,
+                each expert's share of them)
         """
         return {"surgeon_routing": 1, **plain_fields(self)}

@@ -298,20 +298,19 @@ def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedi
                 # Compare blends with blends: the effect of a remedy where both sides are blended.
                 peers += [each for each in own[1:] if each.remedy == f"{own[0].remedy}{BLENDED}" and each is not row]
                 peers += [each for each in own[1:] if row.remedy == f"{each.remedy}{BLENDED}"]
-            found += [_beside_itself(row, other, corner) for other in peers]
-    every = [Apart(each.apart, each.width, (each.width or 0.0) >= limits[0]) for each in found]
-    return [replace(each, verdict=said) for each, said in zip(found, verdicts(every), strict=True)]
+            found += [_beside_itself(row, other, corner, limits) for other in peers]
+    said = verdicts([each.apart for each in found])
+    return [replace(each, verdict=verdict) for each, verdict in zip(found, said, strict=True)]
 
 
-def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
+def _beside_itself(row: Row, other: Row, corner: Pair, limits: Pair) -> Remedied:
     """Compare two rows of one method with different remedies, seed by seed; the verdict is filled in later."""
     forgets: list[tuple[float, float]] = []
-    reach, widths = [], []
+    reach = []
     for mine, theirs in _pairs(row, other):
         reach.append(mine[0][0] - theirs[0][0])
         if (shared := common_range(mine, theirs)) is not None:
             forgets.append((mean_height(mine, shared) - corner[1], mean_height(theirs, shared) - corner[1]))
-            widths.append(shared[1] - shared[0])
     # Where the other row forgets nothing, a share of its forgetting is not defined.
     shares = [ours / its for ours, its in forgets] if all(its > 0 for _, its in forgets) else []
     return Remedied(
@@ -321,9 +320,8 @@ def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
         beside=other.remedy,
         forgets=(interval([ours for ours, _ in forgets]), interval([its for _, its in forgets])),
         share=interval(shares),
-        apart=interval([ours - its for ours, its in forgets]),
+        apart=between(row, other, limits),
         reach=interval(reach),
-        width=fmean(widths) if widths else None,
         verdict="no common range",
     )
 

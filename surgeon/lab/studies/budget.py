@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -81,35 +81,27 @@ class Budget:
             found += waiting
         return found if self.fits(1) else []
 
-    def expected(self, rounds: Sequence[tuple[int, int]], waiting: int) -> str:
-        """Return the message after the first run: how long the others take, or how many fit and what is left out.
+    def expected(self, runs: int, waiting: int) -> str:
+        """Return the message after the first run: how long the others take, or how many of them fit.
 
         Args:
-            rounds: (seed, number of runs) of each round that is left.
+            runs: how many runs are left.
             waiting: how many rows have no run so far.
         """
-        runs = [count for _, count in rounds]
+        took = f"a run took {duration(self.each)}"
         if self.minutes is None:
-            return f"a run took {duration(self.each)}: {sum(runs)} more take about {duration(self.needed(sum(runs)))}"
-        whole = next((end for end in range(len(runs), 0, -1) if self.fits(sum(runs[:end]))), 0)
-        line = (
-            f"a run took {duration(self.each)}: --minutes {self.minutes:g} is enough for {{}} of {sum(runs)} more runs"
-        )
-        if not self.fits(waiting):
-            some = next(count for count in range(waiting, -1, -1) if self.fits(count))
-            enough = minutes_for(self.spent + self.needed(waiting))
-            return f"{line.format(some)}; for one of each row, before which there is no advice, give --minutes {enough}"
-        if whole == len(runs):
-            return line.format(sum(runs))
-        return f"{line.format(sum(runs[:whole]))}; left out: {left_out(rounds[whole:])}"
+            return f"{took}: {runs} more take about {duration(self.needed(runs))}"
+        fitting = next(count for count in range(runs, -1, -1) if self.fits(count) or not count)
+        line = f"{took}: --minutes {self.minutes:g} is enough for about {fitting} of {runs} more runs"
+        if fitting >= waiting:
+            return line
+        enough = minutes_for(self.spent + self.needed(waiting))
+        return f"{line}; for one of each row, before which there is no advice, give --minutes {enough}"
 
 
-def left_out(rounds: Sequence[tuple[int, int]]) -> str:
+def left_out(by_seed: Mapping[int, int]) -> str:
     """Return how many runs of each seed are left out, as text."""
-    by_seed: dict[int, int] = {}
-    for seed, runs in rounds:
-        by_seed[seed] = by_seed.get(seed, 0) + runs
-    words = [f"{runs} of seed {seed}{'' if seed else ' (the rates at the ends)'}" for seed, runs in by_seed.items()]
+    words = [f"{by_seed[seed]} of seed {seed}{'' if seed else ' (the rates at the ends)'}" for seed in sorted(by_seed)]
     return ", ".join(words)
 
 

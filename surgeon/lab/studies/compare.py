@@ -340,7 +340,7 @@ def _interval_cell(found: Interval | None, *, signed: bool = True) -> Text:
 def _remedied(each: Remedied) -> Text:
     """Return a sentence that compares how much a method forgets with one remedy and with another."""
     line = Text(printable(f"{each.label}: {each.with_} ", 200))
-    if each.apart is None:
+    if each.apart.difference is None:
         return line.append(f"and {each.beside}: ").append(_interval_words(None), style="dim")
     mine, theirs = (_interval_cell(one, signed=False) for one in each.forgets)
     line.append("forgets ").append(mine).append(" at equal new loss, ").append(printable(each.beside)).append(" ")

@@ -136,10 +136,9 @@ class Remedied:
 
     `forgets` contains, for both remedies, the original loss above the base's, averaged over the new losses that both
     frontiers cover. `share` is the first divided by the second, `apart` the first minus the second. `reach` is the
-    lowest new loss of the first minus the lowest of the second (negative: the first can learn more). `width` is the
-    width of the range of new losses that both cover, averaged over seeds. `verdict` is about the claim
-    that the first forgets less, corrected together with all remedies of the study. The intervals, except `reach`, and
-    `width` are None where the frontiers have no new loss in common.
+    lowest new loss of the first minus the lowest of the second (negative: the first can learn more). `verdict` is about
+    the claim that the first forgets less, corrected together with all remedies of the study. The intervals, except
+    `reach`, are None where the frontiers have no new loss in common.
     """
 
     method: str
@@ -148,9 +147,8 @@ class Remedied:
     beside: str
     forgets: tuple[Interval | None, Interval | None]
     share: Interval | None
-    apart: Interval | None
+    apart: Apart
     reach: Interval | None
-    width: float | None
     verdict: Verdict
 
 
@@ -216,7 +214,13 @@ class Findings:
                 for row in self.rows
             ],
             "remedies": [
-                {"with": each.with_, **plain_fields(each, without=("label", "with_"))} for each in self.remedies
+                {
+                    "with": each.with_,
+                    **plain_fields(each, without=("label", "with_")),
+                    "apart": plain(each.apart.difference),
+                    "width": each.apart.width,
+                }
+                for each in self.remedies
             ],
             "claims": [
                 {

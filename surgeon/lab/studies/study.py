@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ from surgeon.lab.studies.config.settings import (
 from surgeon.lab.studies.findings import Findings
 from surgeon.lab.studies.frontier import Pair
 from surgeon.lab.studies.records import BASE, Record, Records, digest, losses_of
-from surgeon.lab.studies.schedule import Run, rounds_left, runs_left, sizes_left
+from surgeon.lab.studies.schedule import Run, left_by_seed, rounds_left, runs_left
 from surgeon.lab.studies.workers import Answer, Task, Workers
 
 # Path of the text that the base wrote, relative to the folder of the training configs.
@@ -180,14 +181,14 @@ class Course:
             budget.at_once = max(budget.at_once, len(self.busy))
             first = not budget.made
             self._done(*workers.wait())
-            if first and budget.made and (sizes := self._sizes_left()):
-                say(budget.expected(sizes, len(self._waiting())))
-        if budget.minutes is not None and (sizes := self._sizes_left()):
-            say(f"--minutes {budget.minutes:g}: left out: {left_out(sizes)}; the same command without it goes on")
+            if first and budget.made and (more := self._left_by_seed()):
+                say(budget.expected(more.total(), len(self._waiting())))
+        if budget.minutes is not None and (more := self._left_by_seed()):
+            say(f"--minutes {budget.minutes:g}: left out: {left_out(more)}; the same command without it goes on")
 
-    def _sizes_left(self) -> list[tuple[int, int]]:
-        """Return (seed, number of runs) of each unfinished round."""
-        return sizes_left(self.request.loaded.config, self._losses())
+    def _left_by_seed(self) -> Counter[int]:
+        """Return how many runs of each seed are left, as far as rates are known."""
+        return left_by_seed(self.request.loaded.config, self._losses())
 
     def _waiting(self) -> set[tuple[str, str]]:
         """Return (method, remedy) of the rows that have no finished run."""

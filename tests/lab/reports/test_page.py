@@ -228,7 +228,6 @@ def test_the_page_shows_what_routers_and_gates_choose(choosing: Path, tmp_path: 
     for mean in text.router.mean:
         assert f">{mean:.3g}</td>" in page
     assert f">{text.gates['0.adapter'].closed:.3g}</td>" in page
-    assert page.count("<sub>") == len(text.router.examples)
     for state in text.states[0]:
         assert f">{state:.3g}</td>" in page
 
@@ -302,7 +301,7 @@ def test_hostile_words_stay_words(grown: list[Path], tmp_path: Path) -> None:
         {
             HOSTILE: TextChoices(
                 tokens=1,
-                router=RouterChoices((0.5, 0.5), (0.0, 1.0), ((HOSTILE, 1),)),
+                router=RouterChoices((0.5, 0.5), (0.0, 1.0)),
                 states=(),
                 gates={HOSTILE: GateChoices(1.0, 0.0, 1.0)},
                 experts={},
@@ -315,7 +314,7 @@ def test_hostile_words_stay_words(grown: list[Path], tmp_path: Path) -> None:
     assert "<script" not in page
     assert "\u202e" not in page
     shown = HOSTILE.replace("\u202e", "\\u202e")
-    assert sum(shown in words for words in reader.words) >= 10
+    assert sum(shown in words for words in reader.words) >= 9
 
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {

@@ -14,7 +14,7 @@ from surgeon.lab.studies.config import loading
 from surgeon.lab.studies.config.entries import PEERS
 from surgeon.lab.studies.config.loading import LoadedStudy, json_schema, load_study
 from surgeon.lab.studies.config.settings import measured_names, recalled_by, training_config
-from surgeon.lab.studies.schedule import Run, rates_of, rounds_left, runs_left, sizes_left
+from surgeon.lab.studies.schedule import Run, left_by_seed, rates_of, rounds_left, runs_left
 from surgeon.plan.shipped import shipped_plans, shipped_studies
 from surgeon.training.config.schema import TrainConfig
 
@@ -202,7 +202,7 @@ def test_a_pilot_makes_rounds_that_treat_all_rows_alike(tmp_path: Path) -> None:
     methods = ["full", "lora", "partial", "neutral-residues"]
     assert [(run.method, run.rate) for run in rounds[0].runs] == [(method, 3e-4) for method in methods]
     assert [(len(each.runs), each.begun) for each in rounds] == [(4, True)] + [(4, False)] * 3
-    assert sizes_left(study, {}) == [(0, 4)] * 4 + [(1, 16)]
+    assert left_by_seed(study, {}) == {0: 16, 1: 16}
     # What is finished keeps its turn: the next method's first run comes before the first one's second.
     done = dict.fromkeys(rounds[0].runs[:1] + rounds[1].runs[:2], (5.0, 2.0))
     left = list(rounds_left(study, done))
