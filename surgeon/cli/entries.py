@@ -47,7 +47,7 @@ EXAMPLES = {
     "inspect": "user/name@main",
     "diff": "base-model out",
     "report": "run --base base-model --html run.html",
-    "transport-report": "out --trained run",
+    "transport-report": "out",
     "routing-report": "run --text french=fr.txt --text english=en.txt",
     "revert": "run base-again --to 0",
     "refresh": "out",
@@ -70,6 +70,7 @@ _FORMER = {
     "report --maps": "`surgeon report` shows each map's entropy and errors",
     "report --routing": "`surgeon report OUT --text NAME=FILE` records and shows",
     "transport-report --maps": "`surgeon report` shows each map's entropy and errors",
+    "transport-report --trained": "`surgeon transport-report RUN` reports on the trained model",
     "transport-report --png": "`surgeon report` shows each map's entropy and errors",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]

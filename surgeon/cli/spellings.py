@@ -230,7 +230,6 @@ SPELLINGS = {
     "diff.a": _S("a checkpoint's folder", "A"),
     "diff.b": _S("another checkpoint's folder", "B"),
     "diff.exact": _S("read both, even where a manifest records one of them"),
-    "transport-report.trained": _S("the same model after training, to compare with"),
     "routing-report.to": _S("write the record to this JSON file"),
     "report.html": _S("write the page to this file (default: OUT's name with .html)"),
     "report.base": _S("the base's folder: run the static proof against it"),

@@ -16,12 +16,12 @@ from surgeon import (
     open_source,
     pack,
     score,
-    text_files,
 )
 from surgeon.common.schema import ORIGINAL
 from surgeon.errors import BadInput, printable
 from surgeon.lab.courses.config.loading import LoadedTasks, every_text, own_sources, texts_of, training_of
 from surgeon.lab.courses.metrics import Measured
+from surgeon.lab.evaluation.open_texts import content_of
 
 _MICRO_BATCH = 8
 # The largest length of sequences where no length is given.
@@ -69,22 +69,14 @@ class Measure:
         self._held.setdefault(name, []).append(windows)
 
     def identity(self) -> list[Any]:
-        """Return name, size and modification time of every file of every source."""
+        """Return the content of every source, and how it is read."""
         found = []
         for _, text in every_text(self._loaded.config):
             # A task's source may have a held-out file of its own instead of a share.
             held_out = text.validation if isinstance(text, SourceSpec) else None
-            for path in (text.path, held_out):
-                if isinstance(path, str):
-                    found.append([path, text.reading, self._files(path)])
+            files = [content_of(path, self._loaded) for path in (text.path, held_out) if isinstance(path, str)]
+            found.append([text.reading, files])
         return found
-
-    def _files(self, path: str) -> list[Any]:
-        """Return [name, bytes, modification time in ns] of each file at a path; empty for a dataset on the Hub."""
-        if path.startswith(("dataset:", "split:")):
-            return []
-        stats = [(file.name, file.stat()) for file in text_files(self._loaded.resolve(path))]
-        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
     def of(
         self,

@@ -10,7 +10,6 @@ part of the digests, so a study and its texts may be moved.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections import Counter
@@ -21,11 +20,12 @@ from typing import Any
 
 import yaml
 
-from surgeon import Checkpoint, __version__, check_training, load_config, text_files
+from surgeon import Checkpoint, __version__, check_training, load_config
 from surgeon.common.listener import Listener
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, bad_input, printable
+from surgeon.lab.evaluation.open_texts import content_of
 from surgeon.lab.studies.analysis import find
 from surgeon.lab.studies.budget import Budget, left_out
 from surgeon.lab.studies.config.entries import Remedy
@@ -416,9 +416,9 @@ def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> s
     texts = []
     for group in GROUPS:
         for text in loaded.texts(group):
-            files: list[Any] = [_digest_of(loaded, text.path)]
+            files: list[Any] = [content_of(text.path, loaded)]
             if isinstance(text.validation, str):
-                files.append(_digest_of(loaded, text.validation))
+                files.append(content_of(text.validation, loaded))
             texts.append([group, text.called, text.share, text.kind, text.field, files])
     return digest(
         {
@@ -439,14 +439,3 @@ def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> s
             "budget": [study.run_steps or f"{study.bytes} bytes", study.batch, study.length],
         }
     )
-
-
-def _digest_of(loaded: LoadedStudy, path: str) -> Any:
-    """Return the digests of a text's files; for a dataset on the Hub return its name."""
-    if path.startswith(("dataset:", "split:")):
-        return path
-    found = []
-    for file in text_files(loaded.resolve(path)):
-        with file.open("rb") as handle:
-            found.append(hashlib.file_digest(handle, "sha256").hexdigest())
-    return found
