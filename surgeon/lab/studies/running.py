@@ -34,6 +34,7 @@ from surgeon.common.plugins import blamed
 from surgeon.errors import BadInput, Diverged, Mistakes, SurgeonError
 from surgeon.lab.studies.budget import Deadline
 from surgeon.lab.studies.config.settings import RECALLED, seeded_plan
+from surgeon.lab.studies.records import Measured, Record, SourceLoss
 from surgeon.lab.studies.schedule import Run
 
 Task = dict[str, Any]
@@ -130,19 +131,20 @@ def _run(task: Task, listener: Listener) -> Answer:
         )
     except Diverged as error:
         discard_run(target)
-        return {"measured": None, "diverged": str(error)}
+        return Record(None, diverged=str(error)).to_json()
     assert trained is not None
-    found = _measured(task, target)
-    odd = next((name for name, source in found.items() if not math.isfinite(source["loss"])), None)
+    measured = _measured(task, target)
+    odd = next((name for name, source in measured.items() if not math.isfinite(source.loss)), None)
     blended = {} if odd else _blended(task, target)
     if not task["keep"]:
         shutil.rmtree(target)
     if odd is not None:
-        return {"measured": None, "diverged": f"the held-out loss on {odd} is {found[odd]['loss']} after the last step"}
-    return {"measured": found, "trained": trained.parameters, "steps": trained.settings["steps"], "blended": blended}
+        why = f"the held-out loss on {odd} is {measured[odd].loss} after the last step"
+        return Record(None, diverged=why).to_json()
+    return Record(measured, trained.parameters, steps=trained.settings["steps"], blended=blended).to_json()
 
 
-def _blended(task: Task, run: Path) -> dict[str, Any]:
+def _blended(task: Task, run: Path) -> dict[float, Measured]:
     """Return the losses of the run blended with the base, by the run's share; empty where the run cannot be blended."""
     target, found = run.with_name(f"{run.name}+blend"), {}
     for share in task["blend"]:
@@ -152,7 +154,7 @@ def _blended(task: Task, run: Path) -> dict[str, Any]:
         except BadInput:
             # The grown parts were neither silent nor copies at birth. The results name such methods.
             return {}
-        found[f"{share:g}"] = _measured(task, target)
+        found[share] = _measured(task, target)
         shutil.rmtree(target)
     return found
 
@@ -174,10 +176,10 @@ def _texts(task: Task, listener: Listener) -> Answer:
 
 def _base(task: Task, listener: Listener) -> Answer:
     """Measure the base."""
-    return {"measured": _measured(task, Path(task["base"]))}
+    return Record(_measured(task, Path(task["base"]))).to_json()
 
 
-def _measured(task: Task, folder: Path) -> dict[str, Any]:
+def _measured(task: Task, folder: Path) -> Measured:
     """Return a checkpoint's losses on the study's held-out texts."""
     held = _held.get(task["study"])
     if held is None:
@@ -189,14 +191,14 @@ def _measured(task: Task, folder: Path) -> dict[str, Any]:
     for name, windows in cut(held, checkpoint, length=task["length"]).items():
         scores = score(model, windows, batch=_BATCH)
         nats, tokens = scores.nats.round(4).tolist(), scores.tokens.tolist()
-        found[name] = {
-            "documents": windows.documents,
-            "tokens": int(scores.tokens.sum()),
-            "nbytes": int(windows.nbytes.sum()),
-            "loss": scores.loss,
-            "bits_per_byte": scores.bits_per_byte(windows).value,
-            "by_document": list(zip(nats, tokens, windows.nbytes.tolist(), strict=True)),
-        }
+        found[name] = SourceLoss(
+            documents=windows.documents,
+            tokens=int(scores.tokens.sum()),
+            nbytes=int(windows.nbytes.sum()),
+            loss=scores.loss,
+            bits_per_byte=scores.bits_per_byte(windows).value,
+            by_document=tuple(zip(nats, tokens, windows.nbytes.tolist(), strict=True)),
+        )
     return found
 
 
