@@ -16,12 +16,13 @@ from surgeon import (
     open_source,
     pack,
     score,
+    text_files,
 )
+from surgeon.common.files import digests_of
 from surgeon.common.schema import ORIGINAL
 from surgeon.errors import BadInput, printable
 from surgeon.lab.courses.config.loading import LoadedTasks, every_text, own_sources, texts_of, training_of
 from surgeon.lab.courses.metrics import Measured
-from surgeon.lab.evaluation.open_texts import content_of
 
 _MICRO_BATCH = 8
 # The largest length of sequences where no length is given.
@@ -74,9 +75,15 @@ class Measure:
         for _, text in every_text(self._loaded.config):
             # A task's source may have a held-out file of its own instead of a share.
             held_out = text.validation if isinstance(text, SourceSpec) else None
-            files = [content_of(path, self._loaded) for path in (text.path, held_out) if isinstance(path, str)]
+            files = [self._content(path) for path in (text.path, held_out) if isinstance(path, str)]
             found.append([text.reading, files])
         return found
+
+    def _content(self, path: str) -> str | list[str]:
+        """Return the digests of a text's files; for a dataset on the Hub its name."""
+        if path.startswith(("dataset:", "split:")):
+            return path
+        return digests_of(text_files(self._loaded.resolve(path)))
 
     def of(
         self,

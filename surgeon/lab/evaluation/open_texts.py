@@ -5,18 +5,17 @@ All sources are opened and read to their end before any model is loaded.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from surgeon import HeldOut, TextSpec, check_source, held_out_text, load_config, text_files
+from surgeon import HeldOut, TextSpec, check_source, held_out_text, load_config
 from surgeon.common.checked_yaml import Loaded, check_yaml
 from surgeon.common.places import meant, named
 from surgeon.common.schema import Entry, first_doubled
@@ -163,17 +162,3 @@ def _check_kinds(specs: Sequence[TextSpec], path: Path, labels: bool) -> None:
         if (spec.kind == "labels") is not labels:
             there, do = ("labels", "give --labels") if spec.kind == "labels" else ("no labels", "leave --labels out")
             raise BadInput(f"{printable(str(path))}: source {spec.name} has {there}; {do}")
-
-
-def content_of(path: str, named_by: Loaded[Any]) -> str | list[str]:
-    """Return the SHA-256 digests of a text's files, in order; for a dataset on the Hub, or its split, its name.
-
-    `named_by` is the file that names the text; relative paths start there.
-    """
-    if path.startswith(("dataset:", "split:")):
-        return path
-    found = []
-    for file in text_files(named_by.resolve(path)):
-        with file.open("rb") as handle:
-            found.append(hashlib.file_digest(handle, "sha256").hexdigest())
-    return found

@@ -20,12 +20,12 @@ from typing import Any
 
 import yaml
 
-from surgeon import Checkpoint, __version__, check_training, load_config
+from surgeon import Checkpoint, __version__, check_training, load_config, text_files
+from surgeon.common.files import digests_of
 from surgeon.common.listener import Listener
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, bad_input, printable
-from surgeon.lab.evaluation.open_texts import content_of
 from surgeon.lab.studies.analysis import find
 from surgeon.lab.studies.budget import Budget, left_out
 from surgeon.lab.studies.config.entries import Remedy
@@ -416,9 +416,9 @@ def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> s
     texts = []
     for group in GROUPS:
         for text in loaded.texts(group):
-            files: list[Any] = [content_of(text.path, loaded)]
+            files: list[Any] = [_content(loaded, text.path)]
             if isinstance(text.validation, str):
-                files.append(content_of(text.validation, loaded))
+                files.append(_content(loaded, text.validation))
             texts.append([group, text.called, text.share, text.kind, text.field, files])
     return digest(
         {
@@ -439,3 +439,8 @@ def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> s
             "budget": [study.run_steps or f"{study.bytes} bytes", study.batch, study.length],
         }
     )
+
+
+def _content(loaded: LoadedStudy, path: str) -> str | list[str]:
+    """Return the digests of a text's files; for a dataset on the Hub its name."""
+    return path if path.startswith(("dataset:", "split:")) else digests_of(text_files(loaded.resolve(path)))
