@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
-from surgeon.lab.reports.curves import Curve, GateActivity, TrainingRun
+from surgeon.lab.reports.curves import Curve, GateActivity, TrainingRun, curves_of
 from surgeon.lab.reports.page.document import render
 from surgeon.lab.reports.report import Reported
 from surgeon.lab.reports.routing_record import GateChoices, RouterChoices, RouterPlace, RoutingReport, TextChoices
@@ -376,3 +376,11 @@ def test_a_tensor_that_trained_in_vain_is_named(grown: list[Path], tmp_path: Pat
     assert "<b>" not in page
     assert GateActivity.of({"new": float("nan"), "original": 0.01}) is GateActivity.of(None) is None
     assert "was zero" in page
+
+
+def test_losses_of_several_runs_are_one_curve() -> None:
+    """The second run's steps follow the first's; a run without curves has its beginning and its end."""
+    first = TrainingRun(1, 4, 9, {"a": (3.0, 2.0)}, {})
+    second = TrainingRun(2, 2, 9, {"a": (2.0, 1.5)}, {}, curves={"a": ((0, 2.0), (1, 1.75), (2, 1.5))})
+    points = ((0, 3.0), (4, 2.0), (4, 2.0), (5, 1.75), (6, 1.5))
+    assert curves_of([first, second]) == (Curve("a", points),)
