@@ -17,12 +17,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
 
 import surgeon
 from benchmarks.frontier import interval, table
+from surgeon.lab.studies.records import RUNS_FILE, read_packed
+from surgeon.lab.studies.schedule import Run
 
 HERE = Path(__file__).resolve().parent
 STUDY, RESULTS = HERE / "remedies.yaml", HERE / "results"
@@ -85,7 +88,6 @@ HEADER = (
     "forgets",
     "part",
     "difference",
-    "over documents",
     "over",
     "seeds",
     "so: forgets",
@@ -102,8 +104,7 @@ def row_of(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
     """A method with one remedy beside itself with another: what both forget, the part, range, seeds and verdict."""
     labels = {each["method"]: each["label"].removesuffix(f", {each['remedy']}") for each in found["rows"]}
     mine, theirs = (interval(each) for each in row["forgets"])
-    documents = "" if row["documents"] is None else "{:+.3f} to {:+.3f}".format(*row["documents"])
-    figures = theirs, mine, interval(row["share"]), interval(row["apart"], signed=True), documents
+    figures = theirs, mine, interval(row["share"]), interval(row["apart"], signed=True)
     width = "" if row["width"] is None else f"{row['width']:.2f}"
     seeds = str(row["apart"]["seeds"]) if row["apart"] else ""
     names = labels[row["method"]], row["with"], row["beside"]
@@ -123,8 +124,7 @@ of German and of Python code; nothing of larger bases or longer training.
 - *blended*: the run, and half and three quarters of it with the rest of the base, at no training cost.
 
 Forgotten is original loss above the base's, in nats a token, at equal new loss, in the mean over the range that both
-reach (`over`). Intervals are 95 %, over seeds, paired; *over documents*: the difference's, with these seeds, over
-documents drawn with replacement; verdicts by Holm's correction over a base's table, and none for
+reach (`over`). Intervals are 95 %, over seeds, paired; verdicts by Holm's correction over a base's table, and none for
 a range below 0.1 nats or 5 % of what full fine-tuning learns. Rates, and the runs of a frontier, are chosen on other
 documents than those reported. Of a row with one rate the range is that of its blends, or a point, of which there is no
 verdict. The baseline replays the base's own text already;
@@ -145,7 +145,7 @@ def page() -> str:
             f" [results.json]({folder}/results.json), drawn in [comparison.html]({folder}/comparison.html).\n",
             *table(HEADER, [row_of(found, row) for row in found["remedies"]], 3),
             f"\n{factor_line(found)}",
-            f"\n{kl_line(found)}",
+            f"\n{kl_line(name, found)}",
         ]
         if found["missing"]:
             lines.append(
@@ -184,24 +184,30 @@ def _parted(found: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, list
     return every
 
 
-def kl_line(found: dict[str, Any]) -> str:
-    """How KL(base ‖ run) on new text goes with what is forgotten, over single runs."""
-    runs = [p for row in found["rows"] if not row["blended"] for p in row["points"] if p.get("kl") is not None]
-    kl, forgot = [p["kl"] for p in runs], [p["original"] - found["start"]["original"] for p in runs]
-    said = f"over its {len(runs)} runs {spearman(kl, forgot):+.2f}"
-    remedies = dict.fromkeys(row["remedy"] for row in found["rows"] if not row["blended"] and row["points"])
-    for remedy in remedies:
-        some = [p for row in found["rows"] if row["remedy"] == remedy for p in row["points"]]
-        pair = [p["kl"] for p in some], [p["original"] for p in some]
-        said += f", with *{remedy}* {spearman(*pair):+.2f}" if len(some) > 3 else ""
+def kl_line(name: str, found: dict[str, Any]) -> str:
+    """How KL(base ‖ run) on new text goes with what is forgotten, over single runs; the runs' records have it."""
+    packed = read_packed(RESULTS / f"remedies_{name}" / RUNS_FILE)
+    assert packed is not None
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for row in (row for row in found["rows"] if not row["blended"]):
+        for point in row["points"]:
+            key = Run(row["method"], row["remedy"], point["rate"], point["seed"]).key
+            measured = packed.records[key]["record"]["measured"]
+            if measured is not None:
+                kl = fmean(measured[text]["kl"] for text in found["texts"]["new"])
+                pairs.setdefault(row["remedy"], []).append((kl, point["original"]))
+    every = [pair for of_remedy in pairs.values() for pair in of_remedy]
+    said = f"over its {len(every)} runs {spearman(every):+.2f}"
+    for remedy, some in pairs.items():
+        said += f", with *{remedy}* {spearman(some):+.2f}" if len(some) > 3 else ""
     return f"Rank correlation of KL(base ‖ run) on new text with what is forgotten: {said}."
 
 
-def spearman(one: list[float], other: list[float]) -> float:
+def spearman(pairs: list[tuple[float, float]]) -> float:
     """Spearman's rank correlation."""
     from scipy.stats import spearmanr
 
-    return float(spearmanr(one, other).statistic)
+    return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
 
 def main() -> None:

@@ -134,7 +134,6 @@ def stronger() -> str:
         "remedy forgets",
         "part",
         "difference",
-        "over documents",
         "over",
         "seeds",
         "so: forgets",

@@ -86,7 +86,7 @@ def _row_of(row: dict[str, Any]) -> Row:
     )
     plain = {key: row[key] for key in ("method", "remedy", "label", "kind", "trained", "steps", "open_end")}
     best = row["best"] and Point(row["best"]["rate"], -1, row["best"]["new"], row["best"]["original"])
-    return Row(**plain, points=points, best=best, against=None, verdict=None, beaten=0, shared=None, area=None)
+    return Row(**plain, points=points, best=best)
 
 
 if __name__ == "__main__":

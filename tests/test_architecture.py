@@ -280,6 +280,7 @@ INSTRUMENTS = {
     "moving": {"rework", "writing"},
     "packed_isolation": {"data", "training"},
     "real_model": {"lab"},
+    "remedies": {"lab"},
     "scale": {"models", "writing"},
     "training_cost": {"manifest", "training"},
     "transport_cpu": {"transport"},

@@ -42,8 +42,6 @@ SHOTS = {
     "wide-light": ("", 1400, 1250, False),
     "phone-dark": ("", 390, 1500, True),
     "routing": ("routing", 1240, 700, False),
-    "alignment": ("alignment", 1240, 960, False),
-    "spectra": ("spectra", 390, 760, False),
     "learning": ("curves", 1240, 800, True),
 }
 
@@ -61,7 +59,7 @@ def make_page(base: Path, new: Path, known: Path, folder: Path) -> str:
         surgeon.train(grown, folder / "train.yaml", folder / f"trained-{number}", device="cpu")
         before, state = state, folder / f"trained-{number}"
     texts = {name: folder / f"{name}.jsonl" for name in ("docs", "code")}
-    surgeon.report(state, html=folder / "page.html", base=before, texts=texts, maps=["7.below.query"], device="cpu")
+    surgeon.report(state, html=folder / "page.html", base=before, texts=texts, device="cpu")
     return (folder / "page.html").read_text(encoding="utf-8")
 
 

@@ -47,7 +47,7 @@ EXAMPLES = {
     "inspect": "user/name@main",
     "diff": "base-model out",
     "report": "run --base base-model --html run.html",
-    "transport-report": "out --trained run",
+    "transport-report": "out",
     "routing-report": "run --text french=fr.txt --text english=en.txt",
     "revert": "run base-again --to 0",
     "refresh": "out",
@@ -66,8 +66,12 @@ _FORMER = {
     "families --after": "`surgeon preview` of a plan with both operations, or on an output, says whether they combine",
     "gguf-pattern": "`surgeon gguf` writes each layer's window",
     "report --png": "the page (`--html`) has the figures, and a browser prints it",
-    "transport-report --maps": "`surgeon report OUT --maps NAME` shows maps in its page",
-    "transport-report --png": "`surgeon report OUT --maps NAME` shows maps in its page",
+    "report --log": "losses of every training by `surgeon train` are in the page; other logs have tools of their own",
+    "report --maps": "`surgeon report` shows each map's entropy and errors",
+    "report --routing": "`surgeon report OUT --text NAME=FILE` records and shows",
+    "transport-report --maps": "`surgeon report` shows each map's entropy and errors",
+    "transport-report --trained": "`surgeon transport-report RUN` reports on the trained model",
+    "transport-report --png": "`surgeon report` shows each map's entropy and errors",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]

@@ -103,7 +103,6 @@ SPELLINGS = {
     ),
     "window": _S("tokens in each sequence", least=2),
     "windows": _S("sequences from each text; 0 takes the whole text", least=0),
-    "maps": _S("show this transport map (12.below.query); repeatable"),
     "dtype": _S(f"run the model {_DTYPES}"),
     "report.windows": _S("sequences from each text (for losses: documents); 0 takes the whole text", least=0),
     "apply.device": _S("device that computes new weights: auto, cpu, cuda, cuda:N"),
@@ -231,13 +230,10 @@ SPELLINGS = {
     "diff.a": _S("a checkpoint's folder", "A"),
     "diff.b": _S("another checkpoint's folder", "B"),
     "diff.exact": _S("read both, even where a manifest records one of them"),
-    "transport-report.trained": _S("the same model after training, to compare with"),
     "routing-report.to": _S("write the record to this JSON file"),
     "report.html": _S("write the page to this file (default: OUT's name with .html)"),
     "report.base": _S("the base's folder: run the static proof against it"),
     "report.logits": _S("with --base: compare logits too", option="--verify"),
-    "report.routing": _S("a record by `routing-report --to`, instead of --text"),
-    "report.log": _S("losses as JSON lines: step, source, loss"),
     "inspect.checkpoint": _S("a checkpoint: a folder, or user/name[@revision] on the Hub", "CHECKPOINT", kind=str),
     "families.base": _S(
         "base checkpoint: a folder, or user/name[@revision] on the Hub; default: none", "BASE", kind=str

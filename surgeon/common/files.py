@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from surgeon.errors import BadInput, printable
@@ -39,3 +41,12 @@ def read_given(path: Path, *, what: str, most: int) -> bytes:
     if len(content) > most:
         raise BadInput(f"{shown}: larger than {most:,} bytes; is this a {what}?")
     return content
+
+
+def digests_of(files: Iterable[Path]) -> list[str]:
+    """Return the SHA-256 digests of files, in order."""
+    found = []
+    for file in files:
+        with file.open("rb") as handle:
+            found.append(hashlib.file_digest(handle, "sha256").hexdigest())
+    return found

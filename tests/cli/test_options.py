@@ -128,6 +128,7 @@ def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
         ("families --after control_llm", "`families --after` is gone: `surgeon preview` of a plan"),
         ("report out --png figures", "`report --png` is gone: the page"),
         ("transport-report out --maps=a --png b", "`transport-report --maps` is gone: `surgeon report"),
+        ("report out --routing r.json", "`report --routing` is gone: `surgeon report OUT --text"),
     ],
 )
 def test_what_a_command_does_not_take_is_refused(given: str, said: str) -> None:

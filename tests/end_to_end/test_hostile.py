@@ -214,8 +214,7 @@ def test_files_that_never_end(made: Path, tmp_path: Path) -> None:
     for file in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
         for command in (
             ["preview", f"{file}", made / "base"] if file.is_dir() else ["train", made / "out", file, "x"],
-            ["report", made / "out", "--html", tmp_path / "a.html", "--routing", file],
-            ["report", made / "out", "--html", tmp_path / "a.html", "--log", file],
+            ["report", made / "out", "--html", tmp_path / "a.html", "--text", f"a={file}"],
             ["verify", made / "base", made / "out", "--text", file],
             ["evaluate", made / "base", "--data", file],
         ):

@@ -237,10 +237,10 @@ MISTAKES = (
     ),
     _mistake(
         "lab/reports",
-        "singular values are squares",
-        "measurements.py",
-        ".clamp_min(0).sqrt().flip(0)",
-        ".clamp_min(0).flip(0)",
+        "a run's losses begin at the first step whatever was before it",
+        "curves.py",
+        "        step += run.steps\n",
+        "",
     ),
     _mistake(
         "rework",

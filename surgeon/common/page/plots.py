@@ -148,32 +148,6 @@ def drawn_lines(series: Sequence[Series], across: Axis, up: Axis, *, size: Pair)
     return el("g", *parts)
 
 
-def points(
-    title: str,
-    groups: Sequence[tuple[str, Sequence[Pair], int]],
-    *,
-    key: str,
-    across: str,
-    up: str,
-    summary: str,
-    links: Sequence[tuple[float, float, float, float]] = (),
-) -> Markup:
-    """Draw points in a plane, one style per group, with group names below; `links` are thin lines between pairs."""
-    every = [point for _, group, _ in groups for point in group]
-    height = 240.0
-    axes = Axis.over(across, (x for x, _ in every)), Axis.over(up, (y for _, y in every))
-    frame = _Frame(*axes, WIDTH - 10, height - _BOTTOM)
-    drawn = [_axes(frame, WIDTH)]
-    for a, b, c, d in links:
-        (x1, y1), (x2, y2) = frame.at((a, b)), frame.at((c, d))
-        drawn.append(el("line", x1=x1, y1=y1, x2=x2, y2=y2, class_="link"))
-    drawn += [_mark(*frame.at(point), f"s{style}", style) for _, group, style in groups for point in group]
-    for nth, (name, _, style) in enumerate(groups):
-        y = height + 8 + 16 * nth
-        drawn += [_mark(_LEFT + 12, y, f"s{style}", style), el("text", name, x=_LEFT + 24, y=y + 4, class_="tick")]
-    return drawing(title, summary, (WIDTH, height + 16 * len(groups) + 4), *drawn, key=key)
-
-
 @dataclass(frozen=True)
 class _Frame:
     """The axes' area in the picture: from the left margin to `right`, from the top margin down to `bottom`."""

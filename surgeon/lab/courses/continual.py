@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surgeon import Checkpoint, LoadedPlan, open_checkpoint, preview
+from surgeon import LoadedPlan, open_checkpoint, preview
 from surgeon.common import devices
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
@@ -80,18 +81,39 @@ def continual(
     whole = Path(run)
     if "" not in rows:
         _check_room(whole)
-    from surgeon.lab.courses.course import Request, Shared
+    from surgeon.lab.courses.course import Request
 
-    listener, shared = listener or Quiet(), Shared()
-    # Check all rows before the first one begins.
-    requests = {}
+    listener, device = listener or Quiet(), devices.resolve(device)
+    # Check all rows before the first one begins, and what needs no weights before the base is opened.
+    plans = {
+        name: _checked(loaded, base, revision, trust_remote_code=trust_remote_code) for name, loaded in rows.items()
+    }
+    # All tasks use the commit that is read here, even if the branch moves during a long run.
+    opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
     for name, loaded in rows.items():
-        # All tasks use the commit that is read here, even if the branch moves during a long run.
-        plans, opened = _checked(loaded, base, revision, trust_remote_code=trust_remote_code)
-        chosen = devices.resolve(device)
-        requests[name] = Request(
-            loaded, plans, opened, whole / name, keep, chosen, trust_remote_code, listener, take_over, shared
+        check_tasks(loaded, plans[name], opened)
+
+    @cache
+    def digests() -> Mapping[str, str]:
+        """Return the base's digests; the whole base is read, once for all rows."""
+        listener.begin("reading", opened.nbytes)
+        return opened.digests(listener.advance)
+
+    requests = {
+        name: Request(
+            loaded,
+            plans[name],
+            opened,
+            digests,
+            whole / name,
+            keep,
+            device,
+            trust_remote_code,
+            listener,
+            take_over,
         )
+        for name, loaded in rows.items()
+    }
     if "" in requests:
         return _carried_out(requests[""])
     whole.mkdir(exist_ok=True)
@@ -139,7 +161,7 @@ def _complete(request: Request) -> Continued | None:
             f"{printable(str(file))}: damaged or edited; move {printable(str(request.target))} away, and the row is"
             " run again"
         ) from None
-    if found.fingerprint != request.fingerprint():
+    if found.fingerprint != request.fingerprint:
         raise BadInput(
             f"{printable(str(request.target))}: of another run (the tasks file, its texts, the base or surgeon"
             " changed); undo the change, or choose another RUN"
@@ -150,16 +172,14 @@ def _complete(request: Request) -> Continued | None:
 
 def _checked(
     loaded: LoadedTasks, base: str | Path, revision: str | None, *, trust_remote_code: bool
-) -> tuple[list[LoadedPlan | None], Checkpoint]:
-    """Check the tasks; return (each task's plan or None, the opened base).
+) -> list[LoadedPlan | None]:
+    """Check the tasks' texts and the first task's plan on the base; return each task's plan (None: it adds nothing).
 
-    Raises BadInput where the tasks' texts, plans and trainings do not fit each other or the base.
+    Raises BadInput for texts and plans that are not valid, and for a first plan that the base refuses.
     """
     check_texts(loaded)
     plans = plans_of(loaded)
     if plans[0] is not None:
         with at_line(loaded, 0):
             preview(plans[0], base, revision=revision, trust_remote_code=trust_remote_code)
-    opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
-    check_tasks(loaded, plans, opened)
-    return plans, opened
+    return plans

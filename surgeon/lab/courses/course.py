@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,59 +40,39 @@ from surgeon.lab.courses.results import Continued
 
 STATE_FILE = "course.json"
 
-# The settings that decide which text is held out, in addition to lengths and packing.
-_OF_TEXTS: Any = {"tasks": {"__all__": {"name", "sources"}}, "general": True, "validation_sequences": True}
 # Training keys that do not change the results.
 _IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
-
-
-@dataclass
-class Shared:
-    """Data that all rows of a file share: the base's digests, and held-out texts by the settings that select them."""
-
-    digests: dict[str, str] = field(default_factory=dict)
-    measures: dict[str, Measure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Request:
     """The settings of a continual run, after all checks that are possible in advance.
 
-    `plans` are the tasks' surgeries (None: the task adds nothing), `base` is the opened base, `target` is RUN. With
-    `keep` the runs of earlier tasks are kept; with `take_over` the run continues a work folder that this user did not
-    write here.
+    `plans` are the tasks' surgeries (None: the task adds nothing), `base` is the opened base, whose `digests` are read
+    once for all rows, `target` is RUN. With `keep` the runs of earlier tasks are kept; with `take_over` the run
+    continues a work folder that this user did not write here.
     """
 
     loaded: LoadedTasks
     plans: Sequence[LoadedPlan | None]
     base: Checkpoint
+    digests: Callable[[], Mapping[str, str]]
     target: Path
     keep: bool
     device: str
     trust_remote_code: bool
     listener: Listener
     take_over: bool = False
-    shared: Shared = field(default_factory=Shared)
 
+    @cached_property
     def measure(self) -> Measure:
-        """Return the held-out texts on which performance is measured. Raises BadInput for texts that are not valid."""
-        config = self.loaded.config.model_dump(mode="json", include=_OF_TEXTS)
-        config["lengths"] = [training_of(self.loaded.config, nth).length for nth in range(len(self.plans))]
-        config["packing"], config["length"] = self.loaded.config.train.packing, self.loaded.config.train.length
-        key = json.dumps(config, sort_keys=True)
-        if key not in self.shared.measures:
-            self.shared.measures[key] = Measure(self.loaded, self.base)
-        return self.shared.measures[key]
+        """The held-out texts on which performance is measured. Raises BadInput for texts that are not valid."""
+        return Measure(self.loaded, self.base)
 
+    @cached_property
     def fingerprint(self) -> str:
-        """Return the digest of everything that the numbers depend on. Raises BadInput as `measure` does.
-
-        It reads the whole base, once for all rows.
-        """
-        measure = self.measure()
-        if not self.shared.digests:
-            self.listener.begin("reading", self.base.nbytes)
-            self.shared.digests.update(self.base.digests(self.listener.advance))
+        """The digest of everything that the numbers depend on. Raises BadInput as `measure` does."""
+        identity = self.measure.identity()
         config = self.loaded.config.model_dump(mode="json")
         for settings in (config["train"], *(task["train"] for task in config["tasks"])):
             for key in _IRRELEVANT:
@@ -99,9 +80,9 @@ class Request:
         content = {
             "version": __version__,
             "config": config,
-            "base": self.shared.digests,
+            "base": self.digests(),
             "base_config": self.base.config,
-            "data": measure.identity(),
+            "data": identity,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -179,7 +160,7 @@ def run_course(request: Request) -> Continued:
     """
     base, target, listener = request.base, request.target, request.listener
     _check_places(target, base.path, keep=request.keep)
-    measure, fingerprint = request.measure(), request.fingerprint()
+    measure, fingerprint = request.measure, request.fingerprint
     work = work_folder(target)
     with working_in(work, target=target, marker=STATE_FILE) as folder:
         course = _Course(request, measure, _begun_or_new(request, fingerprint, work))

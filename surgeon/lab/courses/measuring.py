@@ -8,8 +8,8 @@ from typing import Any
 
 from surgeon import (
     Checkpoint,
-    HeldOut,
     SourceSpec,
+    TextSpec,
     Windows,
     held_out_text,
     open_checkpoint,
@@ -18,6 +18,7 @@ from surgeon import (
     score,
     text_files,
 )
+from surgeon.common.files import digests_of
 from surgeon.common.schema import ORIGINAL
 from surgeon.errors import BadInput, printable
 from surgeon.lab.courses.config.loading import LoadedTasks, every_text, own_sources, texts_of, training_of
@@ -35,57 +36,54 @@ class Measure:
         """Open all texts of all tasks. Raises BadInput for an invalid text, and for a base without tokenizer."""
         config = loaded.config
         self.notes: list[str] = []
-        self._loaded = loaded
+        self._loaded, self._base = loaded, base
+        self._held: dict[str, list[Windows]] = {}
         longest = min(base.context or _LONGEST, _LONGEST)
-        # (name of task or source, text) by the length of the sequences; texts of one length are packed in one call.
-        texts: dict[int, list[tuple[str, HeldOut]]] = {}
         for number, task in enumerate(config.tasks):
             length = training_of(config, number).length or longest
             for source in own_sources(config, number):
                 if source.role == ORIGINAL:
                     open_source(source, loaded)
-                elif (text := held_out_text(source, loaded, say=self.notes.append)) is not None:
-                    texts.setdefault(length, []).append((task.name, text))
+                else:
+                    self._hold(task.name, source, length)
         for general in texts_of(config.general):
-            if (text := held_out_text(general, loaded, say=self.notes.append)) is not None:
-                texts.setdefault(config.train.length or longest, []).append((general.name, text))
+            self._hold(general.name, general, config.train.length or longest)
         for memory in texts_of(config.memory):
             open_source(memory, loaded)
-        self._held: dict[str, list[Windows]] = {}
-        for length, named in texts.items():
-            packed = self._packed([text for _, text in named], base, length)
-            for (name, _), windows in zip(named, packed, strict=True):
-                self._held.setdefault(name, []).append(windows)
 
-    def _packed(self, texts: list[HeldOut], base: Checkpoint, length: int) -> list[Windows]:
-        """Return the texts as sequences. Raises BadInput for a held-out text with fewer than two tokens."""
+    def _hold(self, name: str, source: TextSpec, length: int) -> None:
+        """Keep the held-out part of a source, in sequences of `length` tokens, for the task or general source `name`.
+
+        Raises BadInput for a text that is not valid, or has fewer than two tokens.
+        """
+        text = held_out_text(source, self._loaded, say=self.notes.append)
+        if text is None:
+            return
         config = self._loaded.config
-        packing = config.train.packing or "isolated"
-        packed = pack(texts, base, length=length, packing=packing, most=config.validation_sequences)
-        if lacking := next((name for name, windows in packed.items() if not len(windows)), None):
+        packing, most = config.train.packing or "isolated", config.validation_sequences
+        (windows,) = pack([text], self._base, length=length, packing=packing, most=most).values()
+        if not len(windows):
             raise BadInput(
-                f"{printable(str(self._loaded.source))}: the held-out part of source {lacking} has fewer"
+                f"{printable(str(self._loaded.source))}: the held-out part of source {source.name} has fewer"
                 " than two tokens"
             )
-        return list(packed.values())
+        self._held.setdefault(name, []).append(windows)
 
     def identity(self) -> list[Any]:
-        """Return name, size and modification time of every file of every source."""
+        """Return the content of every source, and how it is read."""
         found = []
         for _, text in every_text(self._loaded.config):
             # A task's source may have a held-out file of its own instead of a share.
             held_out = text.validation if isinstance(text, SourceSpec) else None
-            for path in (text.path, held_out):
-                if isinstance(path, str):
-                    found.append([path, text.reading, self._files(path)])
+            files = [self._content(path) for path in (text.path, held_out) if isinstance(path, str)]
+            found.append([text.reading, files])
         return found
 
-    def _files(self, path: str) -> list[Any]:
-        """Return [name, bytes, modification time in ns] of each file at a path; empty for a dataset on the Hub."""
+    def _content(self, path: str) -> str | list[str]:
+        """Return the digests of a text's files; for a dataset on the Hub its name."""
         if path.startswith(("dataset:", "split:")):
-            return []
-        stats = [(file.name, file.stat()) for file in text_files(self._loaded.resolve(path))]
-        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+            return path
+        return digests_of(text_files(self._loaded.resolve(path)))
 
     def of(
         self,

@@ -150,11 +150,7 @@ def continued_view(continued: Continued | ContinuedRows) -> RenderableType:
     if isinstance(continued, ContinuedRows):
         return _rows_view(continued)
     names = (*continued.tasks, *continued.general)
-    table = FittedTable("accuracy (loss) after")
-    for name in names:
-        table.add_column(name)
-    for column in ("OP", "BWT", "ΔR"):
-        table.add_column(column, style="bold")
+    table = _table("accuracy (loss) after", names)
     for number, row in enumerate(continued.rows):
         judged = _judged(continued, number) if number else ("", "", "")
         called = continued.tasks[number - 1] if number else Text("(the base)", style="dim")
@@ -171,16 +167,22 @@ def _rows_view(continued: ContinuedRows) -> RenderableType:
     """Return a table with the base's performance, and each row's performance after the last task."""
     first = next(iter(continued.rows.values()))
     names = list(dict.fromkeys(name for row in continued.rows.values() for name in (*row.tasks, *row.general)))
-    table = FittedTable("accuracy (loss) after all tasks")
-    for name in names:
-        table.add_column(name)
-    for column in ("OP", "BWT", "ΔR"):
-        table.add_column(column, style="bold")
+    table = _table("accuracy (loss) after all tasks", names)
     table.add_row(Text("(the base)", style="dim"), *_cells(first.rows[0], names), "", "", "")
     for name, row in continued.rows.items():
         table.add_row(name, *_cells(row.rows[-1], names), *_judged(row, len(row.tasks)))
     done = Text(f"{printable(str(continued.path))} has a complete run of each row", style="bold green")
     return Group(table, _MEASURE, Text(), done)
+
+
+def _table(heading: str, names: Sequence[str]) -> FittedTable:
+    """Return a table with columns for tasks and general sources, and for OP, BWT and ΔR."""
+    table = FittedTable(heading)
+    for name in names:
+        table.add_column(name)
+    for column in ("OP", "BWT", "ΔR"):
+        table.add_column(column, style="bold")
+    return table
 
 
 def _cells(row: Measurement, names: Sequence[str]) -> list[str]:

@@ -1,26 +1,17 @@
-"""Curves of learning and forgetting: losses by source, from training runs in manifests or from a log."""
+"""Training runs as manifests record them, and their losses by source as curves of learning and forgetting."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.common.files import read_given
-from surgeon.errors import BadInput, printable
 from surgeon.lab.reports.history import History
 from surgeon.manifest.manifest import AnswersEntry
 
-MAX_LOG_BYTES = 64_000_000
-# Prefix and suffix of a source's held-out loss in a trainer's log.
-_BEFORE, _AFTER = "eval_", "_loss"
-# The most sources in a log: the page places their labels next to each other.
-_MOST_SOURCES = 200
 # The most lengths of prefixes that are shown for a gate.
 _LENGTHS = 16
 
@@ -133,65 +124,3 @@ def curves_of(runs: Iterable[TrainingRun]) -> tuple[Curve, ...]:
             curves.setdefault(source, []).extend((step + at, loss) for at, loss in measured)
         step += run.steps
     return tuple(Curve(source, tuple(points)) for source, points in curves.items())
-
-
-def read_curves(log: Path) -> tuple[Curve, ...]:
-    """Return one curve per source, in the order of the log. Raises BadInput, which names the first bad line.
-
-    A log contains JSON lines of `step`, `source` and `loss`, or it is the output of `surgeon train --json`. Lines
-    without a loss, and losses that are not finite, are skipped.
-    """
-    shown = printable(str(log))
-    content = read_given(log, what="log of losses", most=MAX_LOG_BYTES)
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for number, entry in _entries(content, log):
-        for source, loss in _losses(entry).items():
-            step = entry.get("step")
-            if type(step) is not int or not isinstance(loss, int | float) or not isinstance(source, str):
-                raise BadInput(
-                    f"{shown}, line {number}: expected a whole number as `step`, a text as `source`, a number as `loss`"
-                )
-            if math.isfinite(loss):
-                curves.setdefault(source, []).append((step, float(loss)))
-            if len(curves) > _MOST_SOURCES:
-                raise BadInput(
-                    f"{shown}: losses on more than {_MOST_SOURCES} sources, which no page shows; leave some out"
-                )
-    if not curves:
-        raise BadInput(f'{shown}: no line has a loss; expected {{"step": …, "source": …, "loss": …}}')
-    return tuple(Curve(source, tuple(sorted(points))) for source, points in curves.items())
-
-
-def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, entry) for each entry; in the output of `surgeon train --json`, (position in the log, entry).
-
-    Raises BadInput for content that is neither.
-    """
-    if content.startswith(b"{\n"):
-        record = parse_json_strict(content, file=str(log), max_bytes=MAX_LOG_BYTES, constants=True)
-        losses, logged = record.get("losses"), record.get("log")
-        if not isinstance(losses, dict) or not isinstance(logged, list):
-            raise BadInput(f"{printable(str(log))}: neither JSON lines nor the output of `surgeon train --json`")
-        before = {name: both["before"] for name, both in losses.items() if isinstance(both, dict) and "before" in both}
-        entries = [{"step": 0} | {f"{_BEFORE}{name}{_AFTER}": loss for name, loss in before.items()}]
-        entries += [entry for entry in logged if isinstance(entry, dict) and entry.get("step") != 0]
-        yield from enumerate(entries)
-        return
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        entry = parse_json_strict(line, file=f"{log}, line {number}", max_bytes=1_000_000, constants=True)
-        if not isinstance(entry, dict):
-            raise BadInput(f'{printable(str(log))}, line {number}: expected {{"step": …, "source": …, "loss": …}}')
-        yield number, entry
-
-
-def _losses(entry: dict[str, Any]) -> dict[Any, Any]:
-    """Return the losses of one entry by source."""
-    if entry.get("source") is not None and entry.get("loss") is not None:
-        return {entry["source"] if isinstance(entry["source"], str) else None: entry["loss"]}
-    return {
-        key.removeprefix(_BEFORE).removesuffix(_AFTER): value
-        for key, value in entry.items()
-        if key.startswith(_BEFORE) and key.endswith(_AFTER) and len(key) > len(_BEFORE + _AFTER)
-    }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from surgeon.anatomy.anatomy import Anatomy, layer_of, owner_of
 from surgeon.blueprint.grafts import Graft, grafts_of
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, StoredTensor
@@ -230,10 +230,7 @@ def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping
 class Budget:
     """Counts of parameters; tied embeddings count once. `base` + `earlier` + `new` is the whole output.
 
-    `earlier` counts parameters from surgeries before the last one. `stored_bytes` is the size of all tensors. The other
-    sizes are for training in the stored dtypes: `gradient_bytes` is the size of the gradients; `optimizer_bytes` is the
-    size of AdamW's state in `surgeon train`, which has two moments in float32, and a float32 master for narrower
-    tensors; `optimizer_bytes_of_all` is the same if everything trained.
+    `earlier` counts parameters from surgeries before the last one. `stored_bytes` is the size of all tensors.
     """
 
     base: int
@@ -241,9 +238,6 @@ class Budget:
     new: int
     trainable: int
     stored_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    optimizer_bytes_of_all: int
 
     @property
     def total(self) -> int:
@@ -256,38 +250,21 @@ def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: Hist
     counts = {"base": 0, "earlier": 0, "new": 0}
     # In a tensor with a part for each layer, the parts count for the surgery that added the layers; they do not train.
     fixed = 0
-    new: list[TensorInfo] = []
     for name, info in folder.tensors.items():
         sizes = _sizes_since(name, history)
         if len(sizes) == 1:
-            origin = _origin(name, manifest, history)
-            counts[origin] += info.numel
-            if origin == "new":
-                new.append(info)
+            counts[_origin(name, manifest, history)] += info.numel
             continue
         first, before, now = sizes[0], sizes[-2], sizes[-1]
         for origin, size in (("base", first), ("earlier", before - first), ("new", now - before)):
             counts[origin] += size
         fixed += now - before
-    total = sum(counts.values())
     everything = any(entry.trains == "all" for entry in manifest.operations)
-    trains = folder.tensors.values() if everything else new
     return Budget(
         **counts,
-        trainable=total if everything else counts["new"] - fixed,
+        trainable=sum(counts.values()) if everything else counts["new"] - fixed,
         stored_bytes=sum(info.nbytes for info in folder.tensors.values()),
-        gradient_bytes=sum(info.nbytes for info in trains),
-        optimizer_bytes=_optimizer_bytes(trains),
-        optimizer_bytes_of_all=_optimizer_bytes(folder.tensors.values()),
     )
-
-
-def _optimizer_bytes(tensors: Iterable[TensorInfo]) -> int:
-    """Return the bytes of AdamW's state: two float32 moments, and a float32 master for narrower tensors.
-
-    `surgeon/training/steps/optimizer.py` has the same rule.
-    """
-    return sum(info.numel * (8 if DTYPE_BITS[info.dtype] >= 32 else 12) for info in tensors)
 
 
 def _sizes_since(name: str, history: History) -> list[int]:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.errors import printable
+from surgeon.errors import BadInput, printable
 from surgeon.lab.reports.routing_record import (
     ExpertChoices,
     GateChoices,
-    NothingChooses,
     RouterChoices,
     RouterPlace,
     Site,
@@ -23,10 +22,7 @@ from surgeon.lab.reports.routing_record import (
 )
 from surgeon.models.load import load_model, running
 from surgeon.models.outputs import auto_class, check_window, load_encoder
-from surgeon.models.tokenizer import Tokenizer
 
-# How many tokens of each text are recorded singly, to colour them by slot (PMoE, Figure 5).
-_EXAMPLES = 256
 _BATCH = 4
 
 
@@ -42,7 +38,7 @@ def observer_of(
         model = load_model(folder, device=device, say=say)
     observer = Observer(model, encoder=anatomy.family.encoder)
     if not observer.chooses:
-        raise NothingChooses(
+        raise BadInput(
             f"{printable(str(folder.path))}: its grafts have neither router nor gate whose choices are recorded;"
             " give another output"
         )
@@ -74,8 +70,8 @@ class Observer:
         self.sites: tuple[Site, ...] = tuple(surgery.of["states"].sites) if routed else ()
         self._gates: dict[str, list[Tensor]] = {}
         self._loudness: dict[str, list[Tensor]] = {}
-        # For each layer with routed experts: how many tokens took each expert, and the sum of its weights.
-        self._experts: dict[str, tuple[Tensor, Tensor]] = {}
+        # For each layer with routed experts: how many tokens took each expert.
+        self._experts: dict[str, Tensor] = {}
         for layer, module in enumerate(() if encoder else getattr(trunk, stack)):
             self._observe(str(layer), module)
             if "expanded" in module._modules:
@@ -86,14 +82,13 @@ class Observer:
         """Whether the model has routers or gates."""
         return bool(self.router or self.sites or self._gates or self._experts)
 
-    def run(self, ids: Tensor, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> TextChoices:
+    def run(self, ids: Tensor, advance: Callable[[int], None]) -> TextChoices:
         """Run the windows of one text, of shape (windows, window), and return the choices; `advance` counts windows."""
         for heard in (self._gates, self._loudness):
             for parts in heard.values():
                 parts.clear()
-        for sums in self._experts.values():
-            for each in sums:
-                each.zero_()
+        for taken in self._experts.values():
+            taken.zero_()
         routing: list[Tensor] = []
         states = torch.zeros(len(self.sites), len(self.sites), dtype=torch.float64)
         for batch in torch.split(ids, _BATCH):
@@ -109,12 +104,11 @@ class Observer:
             advance(len(batch))
         return TextChoices(
             tokens=ids.numel(),
-            router=_router_choices(torch.cat(routing), ids.flatten().tolist(), tokenizer) if routing else None,
+            router=_router_choices(torch.cat(routing)) if routing else None,
             states=tuple(tuple(row) for row in (states / ids.numel()).tolist()),
             gates={name: self._gate(name) for name in self._gates},
             experts={
-                place: ExpertChoices(tuple((taken / ids.numel()).tolist()), tuple((weight / ids.numel()).tolist()))
-                for place, (taken, weight) in self._experts.items()
+                place: ExpertChoices(tuple((taken / ids.numel()).tolist())) for place, taken in self._experts.items()
             },
         )
 
@@ -150,17 +144,13 @@ class Observer:
         return record
 
     def _record_experts(self, place: str, count: int) -> Callable[..., None]:
-        """Return a hook that counts each expert's tokens and adds up its weights; `count`: experts of the layer."""
-        taken, summed = self._experts.setdefault(
-            place, (torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64))
-        )
+        """Return a hook that counts each expert's tokens; `count`: experts of the layer."""
+        taken = self._experts.setdefault(place, torch.zeros(count, dtype=torch.float64))
 
         def record(_module: Any, _inputs: Any, result: tuple[Tensor, ...]) -> None:
-            """Add the choices of one forward to the counts and the sums."""
-            _, _, chosen, weights = result
-            numbers = chosen.flatten().cpu()
-            taken.add_(torch.bincount(numbers, minlength=count))
-            summed.index_add_(0, numbers, weights.flatten().double().cpu())
+            """Add the choices of one forward to the counts."""
+            _, _, chosen, _ = result
+            taken.add_(torch.bincount(chosen.flatten().cpu(), minlength=count))
 
         return record
 
@@ -186,14 +176,7 @@ class Observer:
         )
 
 
-def _router_choices(weights: Tensor, ids: list[int], tokenizer: Tokenizer | None) -> RouterChoices:
-    """Summarise the router's `weights` (tokens × slots); the first tokens are examples, as ids without tokenizer."""
-    largest = weights.argmax(dim=-1)
-    shares = torch.bincount(largest, minlength=weights.shape[-1]).double() / len(largest)
-    shown = ids[:_EXAMPLES]
-    words = [str(token) for token in shown] if tokenizer is None else [tokenizer.decode([token]) for token in shown]
-    return RouterChoices(
-        mean=tuple(weights.mean(dim=0).tolist()),
-        largest=tuple(shares.tolist()),
-        examples=tuple(zip(words, largest.tolist(), strict=False)),
-    )
+def _router_choices(weights: Tensor) -> RouterChoices:
+    """Summarise the router's `weights` (tokens × slots)."""
+    largest = torch.bincount(weights.argmax(dim=-1), minlength=weights.shape[-1]).double() / len(weights)
+    return RouterChoices(mean=tuple(weights.mean(dim=0).tolist()), largest=tuple(largest.tolist()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
-from surgeon.lab.reports.findings import Findings, Sources, gather
+from surgeon.lab.reports.findings import Findings, gather
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Reported:
             `html`: the page that was written, or null
             `name`, `model_type`, `dtypes`, `promise`, `budget`, `layers`, `ends`, `notes`: the output
             `verification`, `routing`: as of `verify` and `routing_report`, or null
-            `losses`: without routers and gates: by `text` and `model` (base, output), scores as of `evaluate`
-            `maps`, `heat_maps`, `spectra`, `probing`, `runs`, `curves`: the numbers behind the figures
+            `maps`, `runs`, `curves`: the numbers behind the figures
         """
         return {"html": None if self.html is None else str(self.html), **self.findings.to_json()}
 
@@ -47,27 +46,20 @@ def report(
     base: str | Path | None = None,
     logits: bool = False,
     texts: Mapping[str, Path | None] | None = None,
-    routing: str | Path | None = None,
-    log: str | Path | None = None,
-    maps: Sequence[str] = (),
     window: int = 128,
     windows: int = 8,
     device: str = "auto",
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reported:
-    """Report on an output, as one page; for an output with control blocks, run Control LLM's probe sentences.
+    """Report on an output, as one page.
 
     Args:
         out: the output's folder
         html: the page to write, which needs no network
         base: the base's folder, against which the static proof runs
         logits: also compare logits with the base's
-        texts: by their domains' names, texts on which choices of routers and gates are recorded; losses, where the
-            output has no routers or gates
-        routing: a file with such a record, in place of texts
-        log: losses, JSON lines of step, source and loss
-        maps: names of transport maps to draw
+        texts: by their domains' names, texts on which choices of routers and gates are recorded
         window: tokens in each sequence
         windows: sequences of each text; 0: all of it
         device: where models run
@@ -81,12 +73,25 @@ def report(
         BadInput: where an option or file is wrong
         PromiseBroken: where `verify` cannot run the output
     """
-    page, record, losses = (None if path is None else Path(path) for path in (html, routing, log))
-    sources = Sources(base, logits, texts or {}, record, losses, maps, window, windows)
+    page, texts = None if html is None else Path(html), texts or {}
     devices.check(device)
-    _check(sources, page)
+    if logits and base is None:
+        raise BadInput("--verify compares logits with the base's; give --base DIR")
+    if page is not None:
+        check_place(page)
+    for text in texts.values():
+        if text is not None:
+            check_readable(text, what="text")
     findings = gather(
-        Path(out), sources, device=device, trust_remote_code=trust_remote_code, listener=listener or Quiet()
+        Path(out),
+        base,
+        texts,
+        logits=logits,
+        window=window,
+        windows=windows,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        listener=listener or Quiet(),
     )
     if page is not None:
         from surgeon.lab.reports.page.document import render
@@ -94,18 +99,6 @@ def report(
         with writing(page):
             write_durably(page, render(findings))
     return Reported(page, findings)
-
-
-def _check(sources: Sources, page: Path | None) -> None:
-    """Raise BadInput where options exclude each other, a file cannot be read, or the page cannot be written."""
-    if sources.logits and sources.base is None:
-        raise BadInput("--verify compares logits with the base's; give --base DIR")
-    if page is not None:
-        check_place(page)
-    if sources.texts and sources.routing is not None:
-        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
-    for what, file in sources.files:
-        check_readable(file, what=what)
 
 
 def check_place(html: Path) -> None:

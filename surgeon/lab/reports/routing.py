@@ -20,16 +20,18 @@ from surgeon.anatomy.anatomy import Anatomy
 from surgeon.anatomy.dissect import dissect_folder
 from surgeon.anatomy.grafted_config import is_grafted
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common import devices
 from surgeon.common.disk_space import writing
-from surgeon.common.files import check_readable
+from surgeon.common.files import check_readable, read_given
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
-from surgeon.lab.reports.routing_record import ExpertChoices, NothingChooses, RoutingReport, TextChoices, read_routing
+from surgeon.lab.reports.routing_record import ExpertChoices, RoutingReport, TextChoices
 
+_MAX_BYTES = 64_000_000
 # The most experts of a layer that are named.
 _MOST_NAMED = 8
 
@@ -45,9 +47,12 @@ def _check_record_place(to: Path) -> None:
         raise BadInput(f"--to {shown}: there is no folder {printable(str(to.absolute().parent))}; make it first")
     if os.path.lexists(to):
         try:
-            read_routing(to)
-        except BadInput as error:
-            raise BadInput(f"--to {shown}: exists, and is no routing record; give another file") from error
+            content = read_given(to, what="routing record", most=_MAX_BYTES)
+            earlier = parse_json_strict(content, file=str(to), max_bytes=_MAX_BYTES, constants=True)
+        except BadInput:
+            earlier = None
+        if not isinstance(earlier, dict) or "surgeon_routing" not in earlier:
+            raise BadInput(f"--to {shown}: exists, and is no routing record; give another file")
 
 
 def _opened(
@@ -55,8 +60,7 @@ def _opened(
 ) -> tuple[CheckpointFolder, Anatomy]:
     """Check the texts and the record's place, then open the output; return (its folder, its anatomy).
 
-    Raises BadInput for a text, a place or an output that cannot be used, and NothingChooses for an output without
-    grafts.
+    Raises BadInput for a text, a place or an output that cannot be used, and for an output without grafts.
     """
     if to is not None:
         _check_record_place(to)
@@ -68,9 +72,7 @@ def _opened(
         listener.say(note)
     surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
     if not isinstance(surgery, Mapping):
-        raise NothingChooses(
-            f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some"
-        )
+        raise BadInput(f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some")
     return folder, dissect_folder(folder)
 
 
@@ -108,21 +110,18 @@ def routing_report(
     folder, anatomy = _opened(Path(out), texts, to, listener, trust_remote_code=trust_remote_code)
 
     from surgeon.lab.reports.recording import observer_of
-    from surgeon.models.tokenizer import open_tokenizer
     from surgeon.models.tokens import token_batches
 
     device = devices.resolve(device)
     observer = observer_of(folder, anatomy, window, device, listener.say)
-    # None: there is no tokenizer, and tokens are shown by number.
-    tokenizer, _ = open_tokenizer(folder.path) if observer.router else (None, "")
     choices: dict[str, TextChoices] = {}
     for name, text in texts.items():
         tokens = token_batches(
             folder.path, text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary
         )
         listener.begin(f"routing on {printable(name)}", len(tokens.ids), "windows")
-        choices[name] = observer.run(tokens.ids.to(device), tokenizer, listener.advance)
-    report = RoutingReport(1, Path(out).resolve().name, observer.router, observer.sites, choices)
+        choices[name] = observer.run(tokens.ids.to(device), listener.advance)
+    report = RoutingReport(Path(out).resolve().name, observer.router, observer.sites, choices)
     if to is not None:
         with writing(to):
             write_durably(to, json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n")

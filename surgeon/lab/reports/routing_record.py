@@ -1,65 +1,42 @@
-"""The record of what routers and gates choose: `surgeon routing-report --to` writes it and `report` reads it."""
+"""The record of what routers and gates choose, as `surgeon routing-report --to` writes it and `report` shows it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from surgeon.common.json_results import plain_fields
 
-from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.common.files import read_given
-from surgeon.errors import BadInput, printable
-
-_MAX_BYTES = 64_000_000
-
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Index = Annotated[int, Field(ge=0)]
-Site = tuple[Index, Literal["attention", "ffn"]]
-
-
-class NothingChooses(BadInput):
-    """The error for an output that has no routers and gates whose choices could be recorded."""
-
-
-class _Entry:
-    """The base class of a record's parts; a file must contain exactly the annotated fields."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+# The number of a layer, and its block.
+Site = tuple[int, Literal["attention", "ffn"]]
 
 
 @dataclass(frozen=True)
-class RouterChoices(_Entry):
-    """PMoE's router on one text: mean weight of each slot, share of tokens that prefer each slot, and some tokens.
+class RouterChoices:
+    """PMoE's router on one text: mean weight of each slot, and share of tokens that prefer each slot."""
 
-    `examples` contains pairs (token, its slot of largest weight).
-    """
-
-    mean: tuple[Share, ...]
-    largest: tuple[Share, ...]
-    examples: tuple[tuple[str, Index], ...]
+    mean: tuple[float, ...]
+    largest: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class GateChoices(_Entry):
+class GateChoices:
     """A gate on one text: its mean value (α for an interpolator), and the share of tokens for which it is zero.
 
     `loudness` is the mean of ‖output‖₁ / width of an adapter; None for an interpolator.
     """
 
-    mean: Number
-    closed: Share
-    loudness: Number | None
+    mean: float
+    closed: float
+    loudness: float | None
 
 
 @dataclass(frozen=True)
-class ExpertChoices(_Entry):
-    """Routed experts of one layer on one text: for each expert, the share of tokens that take it, and mean weight."""
+class ExpertChoices:
+    """Routed experts of one layer on one text: for each expert, the share of tokens that take it."""
 
-    tokens: Annotated[tuple[Share, ...], Field(min_length=1)]
-    weight: tuple[Share, ...]
+    tokens: tuple[float, ...]
 
     @property
     def unused(self) -> int:
@@ -68,7 +45,7 @@ class ExpertChoices(_Entry):
 
 
 @dataclass(frozen=True)
-class TextChoices(_Entry):
+class TextChoices:
     """The choices on one text of `tokens` tokens.
 
     `states[s][k]` is the weight that site s gave control state k, mean over tokens; rows are in the order of
@@ -76,33 +53,29 @@ class TextChoices(_Entry):
     by the layer's number (`3`, or `3.branch`).
     """
 
-    tokens: Index
+    tokens: int
     router: RouterChoices | None
-    states: tuple[tuple[Share, ...], ...]
-    gates: dict[str, GateChoices]
-    experts: dict[str, ExpertChoices] = field(default_factory=dict)
+    states: tuple[tuple[float, ...], ...]
+    gates: Mapping[str, GateChoices]
+    experts: Mapping[str, ExpertChoices]
 
 
 @dataclass(frozen=True)
-class RouterPlace(_Entry):
+class RouterPlace:
     """The place of a router: the number of layers below it, and its number of slots."""
 
-    layer: Index
-    slots: Annotated[int, Field(ge=1, le=10_000)]
+    layer: int
+    slots: int
 
 
 @dataclass(frozen=True)
-class RoutingReport(_Entry):
-    """The choices of routers and gates on each text; `sites` lists (layer, block) of the control states.
+class RoutingReport:
+    """The choices of routers and gates on each text; `sites` lists (layer, block) of the control states."""
 
-    `surgeon_routing` is the version of the file format.
-    """
-
-    surgeon_routing: Literal[1]
     model: str
     router: RouterPlace | None
     sites: tuple[Site, ...]
-    texts: dict[str, TextChoices]
+    texts: Mapping[str, TextChoices]
 
     def __repr__(self) -> str:
         return f"RoutingReport({self.model!r}, {self.slots} slots, {len(self.sites)} sites, texts {list(self.texts)})"
@@ -137,37 +110,7 @@ class RoutingReport(_Entry):
             `model`: the output's name
             `router`: its `layer` and `slots`, or null
             `sites`: each site's layer and block
-            `texts`: by name `tokens`, `router` (`mean`, `largest`, `examples`), `states`, `gates`, `experts` (by layer
-                `tokens`, each expert's share of them, and `weight`)
+            `texts`: by name `tokens`, `router` (`mean`, `largest`), `states`, `gates`, `experts` (by layer `tokens`,
+                each expert's share of them)
         """
-        plain: dict[str, Any] = TypeAdapter(RoutingReport).dump_python(self, mode="json")
-        return plain
-
-
-def read_routing(file: Path) -> RoutingReport:
-    """Return the report in `file`. Raises BadInput, which names the first thing that is missing or wrong."""
-    shown = printable(str(file))
-    content = read_given(file, what="routing record", most=_MAX_BYTES)
-    try:
-        read = TypeAdapter(RoutingReport).validate_python(
-            parse_json_strict(content, file=str(file), max_bytes=_MAX_BYTES, constants=True)
-        )
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = printable(".".join(str(step) for step in problem["loc"]) or "the file")
-        raise BadInput(
-            f"{shown}: not a routing report ({where}: {printable(problem['msg'])}); `surgeon routing-report --to FILE`"
-            " writes one"
-        ) from None
-    for name, text in read.texts.items():
-        if text.states and {len(text.states), *map(len, text.states)} != {len(read.sites)}:
-            raise BadInput(f"{shown}: states of {printable(name)} are not {len(read.sites)} × {len(read.sites)}")
-        odd = [layer for layer, found in text.experts.items() if len(found.tokens) != len(found.weight)]
-        if odd:
-            raise BadInput(f"{shown}: experts of layer {printable(odd[0])} have shares and weights of other numbers")
-        router = text.router
-        if router and (
-            {len(router.mean), len(router.largest)} != {read.slots} or any(s >= read.slots for _, s in router.examples)
-        ):
-            raise BadInput(f"{shown}: the router of {printable(name)} has other slots than the {read.slots} named")
-    return read
+        return {"surgeon_routing": 1, **plain_fields(self)}

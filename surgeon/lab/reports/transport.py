@@ -10,13 +10,13 @@ this way.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -38,9 +38,6 @@ from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion
 from surgeon.plan.plan import recorded_plan
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 MODULES = ("query", "key", "value", "output", "gate", "up", "down")
 # The modules of a layer's experts, and the name of one expert's map.
 _OF_EXPERTS = ("expert gate", "expert up", "expert down")
@@ -55,16 +52,14 @@ _LABEL = re.compile(
 class MapReport:
     """One transport map: between inserted layer `layer` and its neighbour, the base layer `below` or `above` it.
 
-    `entropy` is measured in the checkpoint, `trained` in the trained checkpoint, `uniform` is the largest possible; all
-    are in nats. Marginal errors are L1 distances from uniform. Maps of experts are numbered by the experts of the upper
-    layer: `experts.5.gate`.
+    `entropy` is measured in the checkpoint, `uniform` is the largest possible; both are in nats. Marginal errors are L1
+    distances from uniform. Maps of experts are numbered by the experts of the upper layer: `experts.5.gate`.
     """
 
     layer: int
     neighbour: str
     module: str
     entropy: float
-    trained: float | None
     uniform: float
     iterations: int
     converged: bool
@@ -121,23 +116,19 @@ class TransportReport:
         spaces = [group for group in groups if group not in (*MODULES, *_OF_EXPERTS)]
         return (*spaces, *(module for module in (*MODULES, *_OF_EXPERTS) if module in groups))
 
-    def mean(self, module: str, *, trained: bool = False) -> float | None:
-        """Return the mean entropy of a module's maps over layers, neighbours and experts; None without maps."""
-        found = [m.trained if trained else m.entropy for m in self.maps if m.group == module]
-        values = [value for value in found if value is not None]
-        return sum(values) / len(values) if values else None
+    def mean(self, module: str) -> float:
+        """Return the mean entropy of a module's maps over layers, neighbours and experts."""
+        return fmean(found.entropy for found in self.maps if found.group == module)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`.
 
         Keys:
             `entropy`: by module, the mean over its maps
-            `trained`: the same after training (null: no trained checkpoint was given)
             `maps`: each map's place, entropies, iterations and errors
         """
         return {
             "entropy": {module: self.mean(module) for module in self.modules},
-            "trained": {module: self.mean(module, trained=True) for module in self.modules},
             "maps": [{"name": m.name, **plain_fields(m)} for m in self.maps],
         }
 
@@ -145,7 +136,6 @@ class TransportReport:
 def transport_report(
     out: str | Path,
     *,
-    trained: str | Path | None = None,
     device: str = "auto",
     listener: Listener | None = None,
 ) -> TransportReport:
@@ -156,7 +146,6 @@ def transport_report(
 
     Args:
         out: the output's folder
-        trained: the same model after training, to compare with
         device: where maps are solved
         listener: gets progress
 
@@ -164,35 +153,12 @@ def transport_report(
         the maps' entropies and marginal errors
 
     Raises:
-        BadInput: where nothing was inserted, and for checkpoints that do not fit
+        BadInput: where nothing was inserted
     """
     folder = CheckpointFolder.open(Path(out))
     drawn = _drawn(folder)
-    device, progress = devices.resolve(device), (listener or Quiet()).say
-    before = _solve(folder, drawn, device, progress)
-    after: dict[str, Any] = {}
-    if trained is not None:
-        other = CheckpointFolder.open(Path(trained))
-        if {n: i.shape for n, i in other.tensors.items()} != {n: i.shape for n, i in folder.tensors.items()}:
-            raise BadInput(
-                f"{printable(str(trained))}: not this model trained: names or shapes of tensors differ;"
-                " give RUN of `train`"
-            )
-        after = _solve(other, drawn, device, progress)
-    return TransportReport(tuple(_map_report(name, found, after.get(name)) for name, found in before.items()))
-
-
-def see_maps(
-    folder: CheckpointFolder,
-    maps: Sequence[str],
-    see: Callable[[str, Tensor], None],
-    device: str,
-    listener: Listener,
-) -> None:
-    """Solve for an output's maps, and call `see` for each map in `maps`. Raises BadInput for a name that is no map."""
-    drawn = _drawn(folder)
-    _check_names(maps, [name for couplings in drawn for name in couplings])
-    _solve(folder, drawn, devices.resolve(device), listener.say, maps, see)
+    found = _solve(folder, drawn, devices.resolve(device), (listener or Quiet()).say)
+    return TransportReport(tuple(_map_report(name, solved) for name, solved in found.items()))
 
 
 def _drawn(folder: CheckpointFolder) -> list[dict[str, Coupling]]:
@@ -212,14 +178,13 @@ def _drawn(folder: CheckpointFolder) -> list[dict[str, Coupling]]:
     return drawn
 
 
-def _map_report(name: str, found: Mapping[str, Any], after: Mapping[str, Any] | None) -> MapReport:
-    """Return the report of one map; `after` is its result after training."""
+def _map_report(name: str, found: Mapping[str, Any]) -> MapReport:
+    """Return the report of one map from what was found when it was solved."""
     layer, neighbour, module = name.split(".", 2)
     return MapReport(
         layer=int(layer),
         neighbour=neighbour,
         module=module,
-        trained=after["entropy"] if after else None,
         uniform=math.log(found["rows"] * found["columns"]),
         **{key: found[key] for key in ("entropy", "iterations", "converged", "row_error", "column_error")},
     )
@@ -283,13 +248,8 @@ def _solve(
     drawn: list[dict[str, Coupling]],
     device: str,
     progress: Callable[[str], None],
-    seen: Sequence[str] = (),
-    see: Callable[[str, Tensor], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Solve all maps, and return their reports by name; the maps of one pair are freed before the next pair.
-
-    `see` receives the name and the matrix of each map in `seen`.
-    """
+    """Solve all maps, and return their reports by name; the maps of one pair are freed before the next pair."""
     from surgeon.writing.compute import Evaluator
 
     found: dict[str, dict[str, Any]] = {}
@@ -299,23 +259,12 @@ def _solve(
         only_maps = Blueprint(0, (), couplings, (), (), folder.config)
         evaluator = Evaluator(only_maps, folder, device=device, stopwatch=Stopwatch())
         for name, coupling in couplings.items():
-            solved = evaluator.map_of(MapRef(name))
-            if see is not None and name in seen:
-                see(name, solved.matrix())
+            evaluator.map_of(MapRef(name))
             if _EXPERT.search(name):  # no other map needs it
                 evaluator.forget([name])
             if coupling.groups is None:
                 found[name] = evaluator.maps.reports[name]
     return found
-
-
-def _check_names(given: Sequence[str], names: list[str]) -> None:
-    """Raise BadInput for a name in `given` that is not in `names`."""
-    for name in given:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"the first of {len(names)} is {names[0]}"
-            raise BadInput(f"--maps {printable(name)}: there is no such map; {hint}")
 
 
 def map_facts(history: History) -> tuple[MapFact, ...]:
@@ -381,16 +330,13 @@ def _fact(layer: str, module: str, recorded: dict[str, Any]) -> MapFact | None:
 def transport_view(report: TransportReport) -> RenderableType:
     """Return a table with a row for each module: entropies, the largest possible, and the worst marginal error."""
     table = FittedTable("module")
-    after = any(found.trained is not None for found in report.maps)
-    for column in ("entropy (nats)", *(["after training"] if after else []), "at most", "iterations", "L1 error"):
+    for column in ("entropy (nats)", "at most", "iterations", "L1 error"):
         table.add_column(column)
     for module in report.modules:
         maps = [found for found in report.maps if found.group == module]
-        trained = report.mean(module, trained=True)
         table.add_row(
             module,
             f"{report.mean(module):.2f}",
-            *([f"{trained:.2f}"] if trained is not None else []),
             f"{maps[0].uniform:.2f}",
             str(max(found.iterations for found in maps)),
             f"{max(max(found.row_error, found.column_error) for found in maps):.1e}",

@@ -35,9 +35,6 @@ from surgeon.lab.studies.schedule import Run, rates_of, runs_left
 # By text, the indices of some of its held-out documents.
 Documents = Mapping[str, Sequence[int]]
 
-# Bootstrap draws for the interval over documents.
-_DRAWS = 100
-
 # A row that learns less than this share of what the best row learns has no area. With it, areas of the other rows would
 # cover hardly any range of losses.
 _LEARNED = 0.1
@@ -54,28 +51,20 @@ def find(
     study = loaded.config
     by_byte = _other_tokens(start, records)
     choosing, reported = parted(study, start)
-    losses = {run: losses_of(each, names, by_byte=by_byte, documents=choosing) for run, each in records.items()}
-    corner = losses_of(start, names, by_byte=by_byte, documents=reported)
+    losses = partial(losses_of, names=names, by_byte=by_byte)
 
-    def point(reported: Documents | None, run: Run, share: float) -> Point:
-        """Return the point of a run, or of its blend with this share of the run, from the documents `reported`."""
-        losses_on = partial(losses_of, records[run], names, by_byte=by_byte, share=share)
-        new, original = losses_on(documents=reported)
-        chosen = losses_on(documents=choosing) if choosing else None
-        kl = _kl(records[run], names[0]) if share == 1.0 else None
-        return Point(run.rate, run.seed, new, original, records[run].diverged, share, kl, chosen)
+    def point(run: Run, share: float) -> Point:
+        """Return the point of a run, or of its blend with this share of the run."""
+        record = records[run]
+        new, original = losses(record, documents=reported, share=share)
+        chosen = losses(record, documents=choosing, share=share) if choosing else None
+        return Point(run.rate, run.seed, new, original, record.diverged, share, chosen)
 
-    def made_of(reported: Documents | None) -> list[Row]:
-        """Return the rows of all methods and remedies, with losses on the documents `reported`."""
-        of = partial(point, reported)
-        return [row for method, remedy in study.entries for row in _rows(study, method, remedy, records, losses, of)]
-
-    made = made_of(reported)
+    corner = losses(start, documents=reported)
+    chosen_by = {run: losses(record, documents=choosing) for run, record in records.items()}
+    made = [row for method, remedy in study.entries for row in _rows(study, method, remedy, records, chosen_by, point)]
     nat = _nat(start, names) if by_byte else 1.0
     rows, claims = judge(made, study.claims, corner, nat)
-    others = remedied(rows, corner, nat)
-    if others and all(loss.by_document for loss in (start.measured or {}).values()):
-        others = _over_documents(others, start, reported, lambda some: remedied(made_of(some), corner, nat))
     notes = [*loaded.notes, *(f"{row.label}: {row.open_end}" for row in rows if row.open_end)]
     if not loaded.config.original:
         notes.append("no original text was given: `original` is held-out text that the base wrote itself")
@@ -96,11 +85,11 @@ def find(
         texts={"new": names[0], "original": names[1]},
         start=corner,
         rows=tuple(rows),
-        remedies=tuple(others),
+        remedies=tuple(remedied(rows, corner, nat)),
         claims=tuple(claims),
         first=first_sentence(rows),
         advice=advice_of(study, rows, corner),
-        missing=tuple(_missing(study, losses)),
+        missing=tuple(_missing(study, chosen_by)),
         notes=tuple(notes),
     )
 
@@ -121,35 +110,6 @@ def parted(study: Study, start: Record) -> tuple[Documents | None, Documents | N
         some = {nth * count // many for nth in range(many)} if many else {0}
         choosing[name], reported[name] = sorted(some), sorted({*range(count)} - some) or [0]
     return choosing, reported
-
-
-def _over_documents(
-    found: Sequence[Remedied],
-    start: Record,
-    reported: Documents | None,
-    again: Callable[[Documents], list[Remedied]],
-) -> list[Remedied]:
-    """Return the remedies with bootstrap intervals over documents (Efron 1979); seeds and runs stay fixed.
-
-    Documents of each text are drawn with replacement, and `again` computes the differences on each draw.
-    """
-    import numpy as np
-
-    every = reported or {name: range(loss.documents) for name, loss in (start.measured or {}).items()}
-    drawn: list[list[float]] = [[] for _ in found]
-    for number in range(_DRAWS):
-        draw = np.random.default_rng(number)
-        some = {name: draw.choice(list(each), len(each)).tolist() for name, each in every.items()}
-        for means, each in zip(drawn, again(some), strict=True):
-            means += [] if each.apart is None else [each.apart.mean]
-    middle = [np.quantile(means, [0.025, 0.975]).tolist() if means else None for means in drawn]
-    return [replace(each, documents=ends and (ends[0], ends[1])) for each, ends in zip(found, middle, strict=True)]
-
-
-def _kl(record: Record, new: Sequence[str]) -> float | None:
-    """Return the mean KL(base ‖ run) over the new texts in nats a token; None unless each text has one."""
-    found = [each.kl for name in new if record.measured is not None and (each := record.measured[name]).kl is not None]
-    return fmean(found) if found and len(found) == len(new) else None
 
 
 def _other_tokens(start: Record, records: Mapping[Run, Record]) -> bool:
@@ -206,8 +166,7 @@ def _beside_full(made: Sequence[Row], corner: Pair, limits: Pair) -> list[Row]:
     for row in made:
         found: dict[str, Any] = {}
         if row.points and (peer := full.get(row.remedy)) is not None and peer.method != row.method:
-            shared = common_range(row.mean_frontier(), peer.mean_frontier())
-            found = {"against": between(row, peer, limits), "beaten": _beaten(row, peer), "shared": shared}
+            found = {"against": between(row, peer, limits), "beaten": _beaten(row, peer)}
         frontiers = _frontiers(row)
         # Where one seed does not reach `level`, the row has no area: its mean would cover fewer losses.
         whole = level is not None and all(frontier[0][0] <= level for frontier in frontiers)
@@ -273,12 +232,6 @@ def _rows(
             trained=max((records[run].trained for run in of_row), default=0),
             steps=study.run_steps or max((records[run].steps for run in of_row), default=0),
             points=points,
-            best=None,
-            against=None,
-            verdict=None,
-            beaten=0,
-            shared=None,
-            area=None,
             open_end="" if blended else rates_of(study, method, remedy, losses).open_end,
             blended=blended,
         )
@@ -345,20 +298,19 @@ def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedi
                 # Compare blends with blends: the effect of a remedy where both sides are blended.
                 peers += [each for each in own[1:] if each.remedy == f"{own[0].remedy}{BLENDED}" and each is not row]
                 peers += [each for each in own[1:] if row.remedy == f"{each.remedy}{BLENDED}"]
-            found += [_beside_itself(row, other, corner) for other in peers]
-    every = [Apart(each.apart, each.width, (each.width or 0.0) >= limits[0]) for each in found]
-    return [replace(each, verdict=said) for each, said in zip(found, verdicts(every), strict=True)]
+            found += [_beside_itself(row, other, corner, limits) for other in peers]
+    said = verdicts([each.apart for each in found])
+    return [replace(each, verdict=verdict) for each, verdict in zip(found, said, strict=True)]
 
 
-def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
+def _beside_itself(row: Row, other: Row, corner: Pair, limits: Pair) -> Remedied:
     """Compare two rows of one method with different remedies, seed by seed; the verdict is filled in later."""
     forgets: list[tuple[float, float]] = []
-    reach, widths = [], []
+    reach = []
     for mine, theirs in _pairs(row, other):
         reach.append(mine[0][0] - theirs[0][0])
         if (shared := common_range(mine, theirs)) is not None:
             forgets.append((mean_height(mine, shared) - corner[1], mean_height(theirs, shared) - corner[1]))
-            widths.append(shared[1] - shared[0])
     # Where the other row forgets nothing, a share of its forgetting is not defined.
     shares = [ours / its for ours, its in forgets] if all(its > 0 for _, its in forgets) else []
     return Remedied(
@@ -368,11 +320,9 @@ def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
         beside=other.remedy,
         forgets=(interval([ours for ours, _ in forgets]), interval([its for _, its in forgets])),
         share=interval(shares),
-        apart=interval([ours - its for ours, its in forgets]),
+        apart=between(row, other, limits),
         reach=interval(reach),
-        width=fmean(widths) if widths else None,
         verdict="no common range",
-        documents=None,
     )
 
 

@@ -7,42 +7,33 @@ comparison less certain, while a row that lacks its best rate is compared unfair
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.lab.studies.schedule import Round, Run
 
-SECONDS_FILE = "seconds.jsonl"
 # A run's time is estimated from this many steps; the first steps are slower than later ones.
 _STEPS_TO_JUDGE = 5
 
 
 @dataclass
 class Budget:
-    """The time limit of a call in `minutes` (None: no limit), and the times of runs, in this call and in earlier calls.
+    """The time limit of a call in `minutes` (None: no limit), and the times `made` of its runs.
 
     Times are wall-clock seconds. `at_once` is the number of parallel runs. `allowed` contains the runs of the rounds
     that have begun.
     """
 
     minutes: float | None
-    earlier: tuple[float, ...] = ()
     at_once: int = 1
     made: list[float] = field(default_factory=list)
     allowed: set[Run] = field(default_factory=set)
     begun: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the time of at least one run is known."""
-        return bool(self.made or self.earlier)
 
     @property
     def spent(self) -> float:
@@ -56,10 +47,8 @@ class Budget:
 
     @property
     def each(self) -> float:
-        """Seconds per run: the mean in this call, else the fastest of earlier calls; 0 where no time is known."""
-        if self.made:
-            return fmean(self.made)
-        return min(self.earlier, default=0.0)
+        """Seconds per run, in the mean; 0 where no run was made yet."""
+        return fmean(self.made) if self.made else 0.0
 
     def needed(self, runs: int) -> float:
         """Return the seconds that `runs` further runs take."""
@@ -70,16 +59,12 @@ class Budget:
         return self.needed(runs) <= self.left
 
     def check(self) -> None:
-        """Raise BadInput where not even one run fits, as far as its time is known."""
-        if self.fits(1) and self.left > 0:
-            return
-        if self.is_known:
-            wrong = f"too little for one run, which took {duration(self.each)}"
-        else:
-            wrong = f"what comes before the first run took {duration(self.spent)}, and is kept; no run began"
-        raise BadInput(
-            f"--minutes {self.minutes:g}: {wrong}; give --minutes {minutes_for(self.spent + self.each)} or more"
-        )
+        """Raise BadInput where no time is left before the first run."""
+        if self.left <= 0:
+            raise BadInput(
+                f"--minutes {self.minutes:g}: what comes before the first run took {duration(self.spent)}, and is kept;"
+                f" no run began; give --minutes {minutes_for(self.spent)} or more"
+            )
 
     def allow(self, rounds: Iterable[Round], busy: Collection[Run]) -> list[Run]:
         """Return the runs that may begin now, without runs in progress.
@@ -96,35 +81,27 @@ class Budget:
             found += waiting
         return found if self.fits(1) else []
 
-    def expected(self, rounds: Sequence[tuple[int, int]], waiting: int) -> str:
-        """Return the message after the first run: how long the others take, or how many fit and what is left out.
+    def expected(self, runs: int, waiting: int) -> str:
+        """Return the message after the first run: how long the others take, or how many of them fit.
 
         Args:
-            rounds: (seed, number of runs) of each round that is left.
+            runs: how many runs are left.
             waiting: how many rows have no run so far.
         """
-        runs = [count for _, count in rounds]
+        took = f"a run took {duration(self.each)}"
         if self.minutes is None:
-            return f"a run took {duration(self.each)}: {sum(runs)} more take about {duration(self.needed(sum(runs)))}"
-        whole = next((end for end in range(len(runs), 0, -1) if self.fits(sum(runs[:end]))), 0)
-        line = (
-            f"a run took {duration(self.each)}: --minutes {self.minutes:g} is enough for {{}} of {sum(runs)} more runs"
-        )
-        if not self.fits(waiting):
-            some = next(count for count in range(waiting, -1, -1) if self.fits(count))
-            enough = minutes_for(self.spent + self.needed(waiting))
-            return f"{line.format(some)}; for one of each row, before which there is no advice, give --minutes {enough}"
-        if whole == len(runs):
-            return line.format(sum(runs))
-        return f"{line.format(sum(runs[:whole]))}; left out: {left_out(rounds[whole:])}"
+            return f"{took}: {runs} more take about {duration(self.needed(runs))}"
+        fitting = next(count for count in range(runs, -1, -1) if self.fits(count) or not count)
+        line = f"{took}: --minutes {self.minutes:g} is enough for about {fitting} of {runs} more runs"
+        if fitting >= waiting:
+            return line
+        enough = minutes_for(self.spent + self.needed(waiting))
+        return f"{line}; for one of each row, before which there is no advice, give --minutes {enough}"
 
 
-def left_out(rounds: Sequence[tuple[int, int]]) -> str:
+def left_out(by_seed: Mapping[int, int]) -> str:
     """Return how many runs of each seed are left out, as text."""
-    by_seed: dict[int, int] = {}
-    for seed, runs in rounds:
-        by_seed[seed] = by_seed.get(seed, 0) + runs
-    words = [f"{runs} of seed {seed}{'' if seed else ' (the rates at the ends)'}" for seed, runs in by_seed.items()]
+    words = [f"{by_seed[seed]} of seed {seed}{'' if seed else ' (the rates at the ends)'}" for seed in sorted(by_seed)]
     return ", ".join(words)
 
 
@@ -159,23 +136,6 @@ class Deadline(Quiet):
                 f"--minutes {self.minutes:g}: too little for one run, which takes about {duration(whole)}; give"
                 f" --minutes {enough} or more, or fewer steps"
             )
-
-
-def earlier_seconds(work: Path) -> tuple[float, ...]:
-    """Return the times of runs of earlier calls in this work folder; lines that cannot be read are skipped."""
-    found = []
-    try:
-        lines = (work / SECONDS_FILE).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return ()
-    for line in lines:
-        try:
-            seconds = float(json.loads(line)["seconds"])
-        except (ValueError, TypeError, KeyError):
-            continue
-        if 0 < seconds < math.inf:
-            found.append(seconds)
-    return tuple(found)
 
 
 def minutes_for(seconds: float) -> int:

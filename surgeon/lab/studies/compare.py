@@ -283,7 +283,7 @@ def _jobs(base: Checkpoint, gpus: int) -> int:
     return max(1, min(cores, free // each))
 
 
-_CAPTION = "held-out loss, {unit}; each row's run with the smallest sum of both; KL of base and run, nats a token"
+_CAPTION = "held-out loss, {unit}; each row's run with the smallest sum of both"
 
 
 def compared_view(compared: Compared) -> RenderableType:
@@ -295,9 +295,9 @@ def compared_view(compared: Compared) -> RenderableType:
     found = compared.findings
     new, original = found.start
     table = FittedTable("method")
-    for column in ("trained", "rate", "new", "original", "KL on new", "forgets beside full", "area"):
+    for column in ("trained", "rate", "new", "original", "forgets beside full", "area"):
         table.add_column(column)
-    table.add_row(Text("(the base)", style="dim"), "", "", f"{new:.3f}", f"{original:.3f}", "", "", "")
+    table.add_row(Text("(the base)", style="dim"), "", "", f"{new:.3f}", f"{original:.3f}", "", "")
     for row in found.rows:
         best = row.best
         table.add_row(
@@ -306,7 +306,6 @@ def compared_view(compared: Compared) -> RenderableType:
             "" if best is None else best.shown_rate,
             "no run yet" if best is None else f"{best.new:.3f}",
             "" if best is None else f"{best.original:.3f}",
-            "" if best is None or best.kl is None else f"{best.kl:.3f}",
             _interval_cell(row.against and row.against.difference),
             _interval_cell(row.area, signed=False),
         )
@@ -341,7 +340,7 @@ def _interval_cell(found: Interval | None, *, signed: bool = True) -> Text:
 def _remedied(each: Remedied) -> Text:
     """Return a sentence that compares how much a method forgets with one remedy and with another."""
     line = Text(printable(f"{each.label}: {each.with_} ", 200))
-    if each.apart is None:
+    if each.apart.difference is None:
         return line.append(f"and {each.beside}: ").append(_interval_words(None), style="dim")
     mine, theirs = (_interval_cell(one, signed=False) for one in each.forgets)
     line.append("forgets ").append(mine).append(" at equal new loss, ").append(printable(each.beside)).append(" ")

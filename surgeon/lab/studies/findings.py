@@ -24,9 +24,8 @@ BLENDED = ", blended"
 class Point:
     """A finished run: its losses on new and original text, in the unit of the results; infinite where the run diverged.
 
-    `share` is the run's share in its blend with the base (1: no blend). `kl` is KL(base ‖ run) on new text in nats a
-    token (None: not measured). `chosen` contains the losses on the documents that are reserved for choosing runs (None:
-    runs are chosen by `new` and `original`).
+    `share` is the run's share in its blend with the base (1: no blend). `chosen` contains the losses on the documents
+    that are reserved for choosing runs (None: runs are chosen by `new` and `original`).
     """
 
     rate: float
@@ -35,7 +34,6 @@ class Point:
     original: float
     diverged: str = ""
     share: float = 1.0
-    kl: float | None = None
     chosen: Pair | None = None
 
     @property
@@ -49,8 +47,8 @@ class Point:
         return f"{self.rate:g}" + (f", α {self.share:g}" if self.share != 1.0 else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; `share`, `kl` and `chosen` are left out where they have their default values."""
-        usual = (("share", 1.0), ("kl", None), ("chosen", None))
+        """Return plain data; `share` and `chosen` are left out where they have their default values."""
+        usual = (("share", 1.0), ("chosen", None))
         return plain_fields(self, without=[key for key, value in usual if getattr(self, key) == value])
 
 
@@ -69,11 +67,11 @@ class Row:
 
     `against` is the difference in original loss at equal new loss (negative: this method forgets less); None for full
     fine-tuning itself. `verdict` is its verdict on the claim that this method forgets less. `beaten` counts the runs
-    that a run of full fine-tuning with the same seed beats on both axes. `shared` is the range of new losses that both
-    mean frontiers cover. `area` is the area between the frontier and the base's losses, over the new losses that all
-    rows reach; rows that hardly learn are ignored there and have no area. `best` is the point with the smallest sum of
-    both losses, averaged over seeds. A `blended` row contains the runs of another row and their blends. `steps` is the
-    number of steps of a finished run; it differs between rows where all runs have equal bytes.
+    that a run of full fine-tuning with the same seed beats on both axes. `area` is the area between the frontier and
+    the base's losses, over the new losses that all rows reach; rows that hardly learn are ignored there and have no
+    area. `best` is the point with the smallest sum of both losses, averaged over seeds. A `blended` row contains the
+    runs of another row and their blends. `steps` is the number of steps of a finished run; it differs between rows
+    where all runs have equal bytes.
     """
 
     method: str
@@ -83,14 +81,13 @@ class Row:
     trained: int
     steps: int
     points: tuple[Point, ...]
-    best: Point | None
-    against: Apart | None
-    verdict: Verdict | None
-    beaten: int
-    shared: Pair | None
-    area: Interval | None
     open_end: str
     blended: bool = False
+    best: Point | None = None
+    against: Apart | None = None
+    verdict: Verdict | None = None
+    beaten: int = 0
+    area: Interval | None = None
 
     @property
     def runs(self) -> int:
@@ -112,8 +109,7 @@ class Row:
             there = [point for point in self.points if (point.rate, point.share) == (rate, share)]
             new, original = (fmean(getattr(each, axis) for each in there) for axis in ("new", "original"))
             chosen = [each.chosen for each in there if each.chosen is not None]
-            kl = [each.kl for each in there if each.kl is not None]
-            point = Point(rate, -1, new, original, share=share, kl=fmean(kl) if kl else None)
+            point = Point(rate, -1, new, original, share=share)
             if chosen:
                 point = replace(point, chosen=(fmean(each[0] for each in chosen), fmean(each[1] for each in chosen)))
             found.append(point)
@@ -140,11 +136,9 @@ class Remedied:
 
     `forgets` contains, for both remedies, the original loss above the base's, averaged over the new losses that both
     frontiers cover. `share` is the first divided by the second, `apart` the first minus the second. `reach` is the
-    lowest new loss of the first minus the lowest of the second (negative: the first can learn more). `width` is the
-    width of the range of new losses that both cover, averaged over seeds. `documents` is the 95 % interval of the mean
-    difference over documents, with these seeds (None: losses by document were not kept). `verdict` is about the claim
-    that the first forgets less, corrected together with all remedies of the study. The intervals, except `reach`, and
-    `width` are None where the frontiers have no new loss in common.
+    lowest new loss of the first minus the lowest of the second (negative: the first can learn more). `verdict` is about
+    the claim that the first forgets less, corrected together with all remedies of the study. The intervals, except
+    `reach`, are None where the frontiers have no new loss in common.
     """
 
     method: str
@@ -153,11 +147,9 @@ class Remedied:
     beside: str
     forgets: tuple[Interval | None, Interval | None]
     share: Interval | None
-    apart: Interval | None
+    apart: Apart
     reach: Interval | None
-    width: float | None
     verdict: Verdict
-    documents: Pair | None
 
 
 @dataclass(frozen=True)
@@ -189,17 +181,15 @@ class Findings:
             `start`: the base's mean losses, `new` and `original`
             `rows`: each method with each remedy: `method`, `remedy`, `label`, `kind`, `trained`, `open_end`, `blended`
                 (runs of another row and their blends); `points` (`rate`, `seed`, `new`, `original`, `diverged`; where
-                measured, `share` of the run in a blend, `kl` of base and run on new text, `chosen`, the losses by which
-                runs are chosen); `frontiers` by seed; `best` (`rate`, `share`, `new`, `original`, `kl`: the point with
-                the smallest sum); `against_full` and `area`, each `mean`, `half` (null: fewer than three seeds),
-                `seeds`; `shared`, the range of new losses that this row and full fine-tuning both reach; `width` of
-                that range, averaged over seeds; `verdict` on the claim that this row forgets less than full
-                fine-tuning; `beaten`, how many runs full fine-tuning beats on both axes
+                measured, `share` of the run in a blend, `chosen`, the losses by which runs are chosen); `frontiers` by
+                seed; `best` (`rate`, `share`, `new`, `original`: the point with the smallest sum); `against_full` and
+                `area`, each `mean`, `half` (null: fewer than three seeds), `seeds`; `width` of the range of new losses
+                that this row and full fine-tuning both reach, averaged over seeds; `verdict` on the claim that this
+                row forgets less than full fine-tuning; `beaten`, how many runs full fine-tuning beats on both axes
             `remedies`: each method with a second remedy: `method`, `with`, `beside`, `forgets` (both: original loss
                 above the base's at equal new loss), `share`, `apart` and `reach` (difference of the lowest new losses),
                 each as `against_full`; `width` of the range of new losses that both reach; `verdict` on the claim that
-                the first forgets less; `documents`, the ends of the difference's 95 % interval over documents (null:
-                not kept)
+                the first forgets less
             `claims`: each with `says`, `better`, `worse`, `on`, `paper`, `remedy`, `difference` (as `against_full`),
                 `width` of the range that both reach on the other axis, `verdict`
             `first`: what full fine-tuning beats, in words, or empty
@@ -217,14 +207,20 @@ class Findings:
                     "frontiers": {str(seed): [list(pair) for pair in row.frontier(seed)] for seed in row.seeds()},
                     "best": None
                     if row.best is None
-                    else {k: getattr(row.best, k) for k in ("rate", "share", "new", "original", "kl")},
+                    else {k: getattr(row.best, k) for k in ("rate", "share", "new", "original")},
                     "against_full": plain(row.against and row.against.difference),
                     "width": row.against and row.against.width,
                 }
                 for row in self.rows
             ],
             "remedies": [
-                {"with": each.with_, **plain_fields(each, without=("label", "with_"))} for each in self.remedies
+                {
+                    "with": each.with_,
+                    **plain_fields(each, without=("label", "with_")),
+                    "apart": plain(each.apart.difference),
+                    "width": each.apart.width,
+                }
+                for each in self.remedies
             ],
             "claims": [
                 {

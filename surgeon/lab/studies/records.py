@@ -102,8 +102,7 @@ class SourceLoss:
     """The losses on one held-out text.
 
     `documents`, `tokens` and `nbytes` count what was predicted (`nbytes`: UTF-8 bytes). `loss` is in nats a token.
-    `by_document` contains (nats, tokens, bytes) of each document; it is empty in records of earlier versions. `kl` is
-    KL(base ‖ model) in nats a token, or None where it was not measured.
+    `by_document` contains (nats, tokens, bytes) of each document; it is empty in records of earlier versions.
     """
 
     documents: int
@@ -112,13 +111,14 @@ class SourceLoss:
     loss: float
     bits_per_byte: float
     by_document: tuple[tuple[float, int, int], ...] = ()
-    kl: float | None = None
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> SourceLoss:
         """Return the losses in plain data. Raises TypeError or ValueError where the data have another form."""
         each = [(float(nats), int(tokens), int(nbytes)) for nats, tokens, nbytes in data.get("by_document", ())]
-        return cls(**data | {"by_document": tuple(each)})
+        # Records of earlier versions have a `kl` too.
+        known = {key: value for key, value in data.items() if key != "kl"}
+        return cls(**known | {"by_document": tuple(each)})
 
     def of(self, documents: Sequence[int] | None, *, by_byte: bool) -> float:
         """Return the loss on the given documents (None: on all), in bits a byte or in nats a token."""
@@ -169,7 +169,7 @@ class Record:
 
 def _plain(measured: Measured) -> dict[str, Any]:
     """Return the losses as plain data, without fields that were not measured."""
-    return {name: {k: v for k, v in vars(loss).items() if v not in ((), None)} for name, loss in measured.items()}
+    return {name: {k: v for k, v in vars(loss).items() if v != ()} for name, loss in measured.items()}
 
 
 def _parse(measured: dict[str, Any]) -> Measured:

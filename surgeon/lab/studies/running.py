@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from surgeon import (
     HeldOut,
-    Windows,
     apply,
     cut,
     discard_run,
-    divergence,
     load_config,
     open_checkpoint,
     open_source,
@@ -36,6 +34,7 @@ from surgeon.common.plugins import blamed
 from surgeon.errors import BadInput, Diverged, Mistakes, SurgeonError
 from surgeon.lab.studies.budget import Deadline
 from surgeon.lab.studies.config.settings import RECALLED, seeded_plan
+from surgeon.lab.studies.records import Measured, Record, SourceLoss
 from surgeon.lab.studies.schedule import Run
 
 Task = dict[str, Any]
@@ -45,9 +44,6 @@ Answer = dict[str, Any]
 _BATCH = 8
 # Held-out texts by the study's fingerprint, opened once for all runs of a study.
 _held: dict[str, list[HeldOut]] = {}
-# The loaded base by its folder, for KL(base ‖ run) on new text.
-_bases: dict[str, Any] = {}
-_cut_by_base: dict[tuple[str, str], dict[str, Windows]] = {}
 
 
 class _Progress(Quiet):
@@ -135,19 +131,20 @@ def _run(task: Task, listener: Listener) -> Answer:
         )
     except Diverged as error:
         discard_run(target)
-        return {"measured": None, "diverged": str(error)}
+        return Record(None, diverged=str(error)).to_json()
     assert trained is not None
-    found = _measured(task, target, kl_on=task["new"])
-    odd = next((name for name, source in found.items() if not math.isfinite(source["loss"])), None)
+    measured = _measured(task, target)
+    odd = next((name for name, source in measured.items() if not math.isfinite(source.loss)), None)
     blended = {} if odd else _blended(task, target)
     if not task["keep"]:
         shutil.rmtree(target)
     if odd is not None:
-        return {"measured": None, "diverged": f"the held-out loss on {odd} is {found[odd]['loss']} after the last step"}
-    return {"measured": found, "trained": trained.parameters, "steps": trained.settings["steps"], "blended": blended}
+        why = f"the held-out loss on {odd} is {measured[odd].loss} after the last step"
+        return Record(None, diverged=why).to_json()
+    return Record(measured, trained.parameters, steps=trained.settings["steps"], blended=blended).to_json()
 
 
-def _blended(task: Task, run: Path) -> dict[str, Any]:
+def _blended(task: Task, run: Path) -> dict[float, Measured]:
     """Return the losses of the run blended with the base, by the run's share; empty where the run cannot be blended."""
     target, found = run.with_name(f"{run.name}+blend"), {}
     for share in task["blend"]:
@@ -157,7 +154,7 @@ def _blended(task: Task, run: Path) -> dict[str, Any]:
         except BadInput:
             # The grown parts were neither silent nor copies at birth. The results name such methods.
             return {}
-        found[f"{share:g}"] = _measured(task, target)
+        found[share] = _measured(task, target)
         shutil.rmtree(target)
     return found
 
@@ -179,11 +176,11 @@ def _texts(task: Task, listener: Listener) -> Answer:
 
 def _base(task: Task, listener: Listener) -> Answer:
     """Measure the base."""
-    return {"measured": _measured(task, Path(task["base"]))}
+    return Record(_measured(task, Path(task["base"]))).to_json()
 
 
-def _measured(task: Task, folder: Path, *, kl_on: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a checkpoint's losses on the study's held-out texts, and KL(base ‖ checkpoint) on the texts `kl_on`."""
+def _measured(task: Task, folder: Path) -> Measured:
+    """Return a checkpoint's losses on the study's held-out texts."""
     held = _held.get(task["study"])
     if held is None:
         _held.clear()
@@ -194,35 +191,15 @@ def _measured(task: Task, folder: Path, *, kl_on: Sequence[str] = ()) -> dict[st
     for name, windows in cut(held, checkpoint, length=task["length"]).items():
         scores = score(model, windows, batch=_BATCH)
         nats, tokens = scores.nats.round(4).tolist(), scores.tokens.tolist()
-        found[name] = {
-            "documents": windows.documents,
-            "tokens": int(scores.tokens.sum()),
-            "nbytes": int(windows.nbytes.sum()),
-            "loss": scores.loss,
-            "bits_per_byte": scores.bits_per_byte(windows).value,
-            "by_document": list(zip(nats, tokens, windows.nbytes.tolist(), strict=True)),
-        }
-        if name in kl_on and windows.same_tokens(_base_cut(task, held)[name]):
-            found[name]["kl"] = divergence(model, _base_model(task), windows, batch=_BATCH).loss
+        found[name] = SourceLoss(
+            documents=windows.documents,
+            tokens=int(scores.tokens.sum()),
+            nbytes=int(windows.nbytes.sum()),
+            loss=scores.loss,
+            bits_per_byte=scores.bits_per_byte(windows).value,
+            by_document=tuple(zip(nats, tokens, windows.nbytes.tolist(), strict=True)),
+        )
     return found
-
-
-def _base_cut(task: Task, held: Sequence[HeldOut]) -> dict[str, Windows]:
-    """Return the study's texts as windows of the base's tokens."""
-    key = task["study"], task["base"]
-    if key not in _cut_by_base:
-        _cut_by_base.clear()
-        _cut_by_base[key] = cut(held, open_checkpoint(task["base"]), length=task["length"])
-    return _cut_by_base[key]
-
-
-def _base_model(task: Task) -> Any:
-    """Return the study's base as a loaded model; it is loaded once for all runs."""
-    if _bases.keys() != {task["base"]}:
-        _bases.clear()
-        opened = open_checkpoint(task["base"], trust_remote_code=task["trust_remote_code"])
-        _bases[task["base"]] = opened.load(device=task["device"])
-    return _bases[task["base"]]
 
 
 _TASKS: dict[str, Callable[[Task, Listener], Answer]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -133,14 +134,15 @@ def rounds_left(study: Study, losses: Losses) -> Iterator[Round]:
                 yield Round(left, len(left) < len(wanted) or seed == number == 0)
 
 
-def sizes_left(study: Study, losses: Losses) -> list[tuple[int, int]]:
-    """Return (seed, number of runs) of each unfinished round, counting only the rates that are known so far."""
-    found = [(0, len(each.runs)) for each in rounds_left(study, losses) if each.runs[0].seed == 0]
-    for seed in range(1, _seeds(study)):
-        entries = [(m, r) for m, r in study.entries if seed < study.seeds_of(m)]
-        wanted = [Run(m.called, r.name, rate, seed) for m, r in entries for rate in rates_of(study, m, r, losses).rates]
-        found.append((seed, sum(run not in losses for run in wanted)))
-    return [each for each in found if each[1]]
+def left_by_seed(study: Study, losses: Losses) -> Counter[int]:
+    """Return how many runs of each seed are not finished, counting only the rates that are known so far."""
+    return Counter(
+        seed
+        for method, remedy in study.entries
+        for rate in rates_of(study, method, remedy, losses).rates
+        for seed in range(study.seeds_of(method))
+        if Run(method.called, remedy.name, rate, seed) not in losses
+    )
 
 
 def _seeds(study: Study) -> int:

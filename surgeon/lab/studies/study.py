@@ -10,10 +10,9 @@ part of the digests, so a study and its texts may be moved.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +21,13 @@ from typing import Any
 import yaml
 
 from surgeon import Checkpoint, __version__, check_training, load_config, text_files
+from surgeon.common.files import digests_of
 from surgeon.common.listener import Listener
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.lab.studies.analysis import find
-from surgeon.lab.studies.budget import SECONDS_FILE, Budget, earlier_seconds, left_out
+from surgeon.lab.studies.budget import Budget, left_out
 from surgeon.lab.studies.config.entries import Remedy
 from surgeon.lab.studies.config.loading import GROUPS, LoadedStudy
 from surgeon.lab.studies.config.settings import (
@@ -40,7 +40,7 @@ from surgeon.lab.studies.config.settings import (
 from surgeon.lab.studies.findings import Findings
 from surgeon.lab.studies.frontier import Pair
 from surgeon.lab.studies.records import BASE, Record, Records, digest, losses_of
-from surgeon.lab.studies.schedule import Run, rounds_left, runs_left, sizes_left
+from surgeon.lab.studies.schedule import Run, left_by_seed, rounds_left, runs_left
 from surgeon.lab.studies.workers import Answer, Task, Workers
 
 # Path of the text that the base wrote, relative to the folder of the training configs.
@@ -93,7 +93,7 @@ class Course:
             request,
             Records(request.work, request.take_over, request.listener.say),
             common,
-            Budget(request.minutes, earlier_seconds(request.work)),
+            Budget(request.minutes),
         )
         course.records.check_study(common)
         # Remove what an interrupted call left, complete or not; it is made again.
@@ -181,14 +181,14 @@ class Course:
             budget.at_once = max(budget.at_once, len(self.busy))
             first = not budget.made
             self._done(*workers.wait())
-            if first and budget.made and (sizes := self._sizes_left()):
-                say(budget.expected(sizes, len(self._waiting())))
-        if budget.minutes is not None and (sizes := self._sizes_left()):
-            say(f"--minutes {budget.minutes:g}: left out: {left_out(sizes)}; the same command without it goes on")
+            if first and budget.made and (more := self._left_by_seed()):
+                say(budget.expected(more.total(), len(self._waiting())))
+        if budget.minutes is not None and (more := self._left_by_seed()):
+            say(f"--minutes {budget.minutes:g}: left out: {left_out(more)}; the same command without it goes on")
 
-    def _sizes_left(self) -> list[tuple[int, int]]:
-        """Return (seed, number of runs) of each unfinished round."""
-        return sizes_left(self.request.loaded.config, self._losses())
+    def _left_by_seed(self) -> Counter[int]:
+        """Return how many runs of each seed are left, as far as rates are known."""
+        return left_by_seed(self.request.loaded.config, self._losses())
 
     def _waiting(self) -> set[tuple[str, str]]:
         """Return (method, remedy) of the rows that have no finished run."""
@@ -287,8 +287,6 @@ class Course:
         self.records.add(run.key, self._print(run), record)
         self.found[run] = record
         self.budget.made.append(answer["seconds"])
-        with (self.request.work / SECONDS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": run.key, "seconds": answer["seconds"]}) + "\n")
         self._report(run, record, answer["seconds"])
         # Rates that are known only now may have stored records of further seeds.
         self.request.listener.advance(self._read())
@@ -349,8 +347,7 @@ class Course:
             to=str(request.work / "runs" / run.key),
             keep=request.kept is not None,
             blend=request.loaded.config.blend,
-            new=self.names[0],
-            limit=None if budget.is_known else budget.minutes and [budget.minutes, budget.left],
+            limit=None if budget.made else budget.minutes and [budget.minutes, budget.left],
             **self._measuring(),
         )
 
@@ -419,9 +416,9 @@ def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> s
     texts = []
     for group in GROUPS:
         for text in loaded.texts(group):
-            files: list[Any] = [_digest_of(loaded, text.path)]
+            files: list[Any] = [_content(loaded, text.path)]
             if isinstance(text.validation, str):
-                files.append(_digest_of(loaded, text.validation))
+                files.append(_content(loaded, text.validation))
             texts.append([group, text.called, text.share, text.kind, text.field, files])
     return digest(
         {
@@ -444,12 +441,6 @@ def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> s
     )
 
 
-def _digest_of(loaded: LoadedStudy, path: str) -> Any:
-    """Return the digests of a text's files; for a dataset on the Hub return its name."""
-    if path.startswith(("dataset:", "split:")):
-        return path
-    found = []
-    for file in text_files(loaded.resolve(path)):
-        with file.open("rb") as handle:
-            found.append(hashlib.file_digest(handle, "sha256").hexdigest())
-    return found
+def _content(loaded: LoadedStudy, path: str) -> str | list[str]:
+    """Return the digests of a text's files; for a dataset on the Hub its name."""
+    return path if path.startswith(("dataset:", "split:")) else digests_of(text_files(loaded.resolve(path)))

@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
-from surgeon.common.listener import Quiet
-from surgeon.lab.reports.curves import GateActivity, TrainingRun, curves_of
+from surgeon.lab.reports.curves import Curve, GateActivity, TrainingRun, curves_of
 from surgeon.lab.reports.page.document import render
 from surgeon.lab.reports.report import Reported
+from surgeon.lab.reports.routing_record import GateChoices, RouterChoices, RouterPlace, RoutingReport, TextChoices
 from surgeon.models.load import load_model
-from surgeon.training.steps.optimizer import MasterAdamW
 from tests import tiny
 from tests.checkpoints import edit_tensor, train, weights, write_plan
 from tests.commands import refused
@@ -31,7 +29,6 @@ from tests.manifest.edits import edited as sealed_edit
 from tests.manifest.edits import resealed
 from tests.models.test_tokens import byte_tokenizer
 from tests.rework.test_revert import chain
-from tests.training.texts import json_lines
 
 FUSED: dict[str, Any] = {"op": "insert_layers", "where": {"after": [2, 4]}, "init": {"kind": "ot_fusion"}}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": "all", "size": 8}
@@ -128,18 +125,7 @@ def test_the_page_tells_what_manifest_and_model_tell(grown: list[Path], tmp_path
         budget.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
         or budget.trainable == budget.new
     )
-    trained = [t for name, t in weights(grown[-1]).items() if name in manifest.new_tensors]
-    assert {t.dtype for t in trained} == {torch.bfloat16}
-    # What the optimizer of `surgeon train` holds after a step.
-    optimizer = MasterAdamW([torch.nn.Parameter(t) for t in trained], lr=1e-3)
-    for parameter in optimizer.masters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    held = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
-    assert budget.optimizer_bytes == sum(t.nbytes for t in [*held, *optimizer.masters.values()])
-    # Of bfloat16: two moments and a master, four bytes each.
-    assert (budget.gradient_bytes, budget.optimizer_bytes) == (2 * budget.new, 12 * budget.new)
-    assert budget.optimizer_bytes_of_all == 12 * budget.total
+    assert budget.stored_bytes == sum(t.nbytes for t in weights(grown[-1]).values())
     for number in (budget.total, budget.base, budget.earlier, budget.new):
         assert f"{number:,}" in words
     history = told.findings.history
@@ -166,7 +152,7 @@ def test_the_page_tells_what_manifest_and_model_tell(grown: list[Path], tmp_path
 
 
 def test_maps_are_told_by_the_layer_they_made(grown: list[Path], tmp_path: Path) -> None:
-    told, page, _ = reported(grown[-1], tmp_path / "page.html", maps=["3.below.query", "6.above.up"])
+    told, page, _ = reported(grown[-1], tmp_path / "page.html")
     first = surgeon.inspect(grown[1]).manifest
     assert first is not None
     maps = {(m.layer, m.module): m for m in told.findings.maps}
@@ -176,23 +162,6 @@ def test_maps_are_told_by_the_layer_they_made(grown: list[Path], tmp_path: Path)
     assert (fact.entropy, fact.row_error) == (recorded["entropy"], recorded["row_error"])
     assert fact.uniform == pytest.approx(math.log(recorded["rows"] * recorded["columns"]))
     assert f"{fact.entropy:.3f}" in page
-    assert [heat.name for heat in told.findings.heat_maps] == ["3.below.query", "6.above.up"]
-    for row in told.findings.heat_maps[0].cells:
-        assert sum(row) == pytest.approx(1, rel=1e-3)
-    assert page.count("data:image/png") == 2
-
-
-def test_spectra_are_numpys(grown: list[Path], tmp_path: Path) -> None:
-    told, _, reader = reported(grown[-1], tmp_path / "page.html")
-    tensors = weights(grown[-1])
-    assert [s.layer for s in told.findings.spectra] == list(range(8))
-    for spectrum in told.findings.spectra:
-        for values, name in ((spectrum.adapter, "adapter.gate_proj"), (spectrum.backbone, "gate_proj")):
-            expected = torch.linalg.svdvals(tensors[f"model.layers.{spectrum.layer}.mlp.{name}.weight"].double())
-            torch.testing.assert_close(
-                torch.tensor(values, dtype=torch.float64), expected / expected[0], rtol=1e-6, atol=1e-6
-            )
-    assert "Singular values of gating matrices" in reader.words
 
 
 @pytest.mark.parametrize("logits", [False, True])
@@ -237,53 +206,17 @@ def choosing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_routing_recorded_and_run_give_the_same_page(choosing: Path, tmp_path: Path) -> None:
-    record = tmp_path / "routing.json"
-    recorded = surgeon.routing_report(choosing, {"probe": None}, window=16, windows=3, to=record)
-    told, page, _ = reported(choosing, tmp_path / "a.html", routing=record)
+def test_the_page_shows_what_routers_and_gates_choose(choosing: Path, tmp_path: Path) -> None:
+    recorded = surgeon.routing_report(choosing, {"probe": None}, window=16, windows=3)
+    told, page, _ = reported(choosing, tmp_path / "a.html", texts={"probe": None}, window=16, windows=3)
     assert told.findings.routing == recorded
-    _, again, _ = reported(choosing, tmp_path / "b.html", texts={"probe": None}, window=16, windows=3)
-    assert page == again
     text = recorded.texts["probe"]
     assert text.router is not None
     for mean in text.router.mean:
         assert f">{mean:.3g}</td>" in page
     assert f">{text.gates['0.adapter'].closed:.3g}</td>" in page
-    assert page.count("<sub>") == len(text.router.examples)
-    shaded = sum(value > 0.004 * max(map(max, text.states)) for row in text.states for value in row)
-    assert page.count('class="heat"') == shaded
-
-
-def test_alignment_is_what_the_branches_say(choosing: Path, tmp_path: Path) -> None:
-    told, page, _ = reported(choosing, tmp_path / "a.html")
-    probing = told.findings.probing
-    assert probing is not None
-    assert [a.layer for a in probing.layers] == [1, 4]
-    assert probing.sentences[0] == "king is to queen"
-    model = load_model(choosing)
-    from transformers import AutoTokenizer
-
-    ids = AutoTokenizer.from_pretrained(choosing)(probing.sentences[0], return_tensors="pt")["input_ids"]
-    heard: list[Any] = []
-    model.model.layers[4].interpolator.register_forward_hook(lambda module, args, result: heard.append(args))
-    with torch.inference_mode():
-        for sentence in probing.sentences:
-            ids = AutoTokenizer.from_pretrained(choosing)(sentence, return_tensors="pt")["input_ids"]
-            model(ids, use_cache=False)
-    apart = [float((e[0, -1] - p[0, -1]).norm()) for _, p, e in heard]
-    assert probing.layers[1].distance == pytest.approx(sum(apart) / len(apart), rel=1e-5)
-    assert f"{probing.layers[1].cosine:.6f}" in page
-
-
-def test_born_equal_branches_lie_on_each_other(base: Path, tmp_path: Path) -> None:
-    byte_tokenizer(tiny.checkpoint(tmp_path / "wide", "llama", vocab_size=300), eos=False)
-    surgeon.apply(write_plan(tmp_path / "p.yaml", [CONTROL]), str(tmp_path / "wide"), tmp_path / "out")
-    told = surgeon.report(tmp_path / "out")
-    assert told.findings.probing is not None
-    assert all(a.distance == 0 and a.cosine == pytest.approx(1) for a in told.findings.probing.layers)
-    surgeon.apply(write_plan(tmp_path / "p.yaml", [CONTROL]), str(base), tmp_path / "mute")
-    _, _, reader = reported(tmp_path / "mute", tmp_path / "mute.html")
-    assert "the probe sentences were not run: there is no tokenizer in the folder" in reader.words
+    for state in text.states[0]:
+        assert f">{state:.3g}</td>" in page
 
 
 def test_merged_layers_are_not_called_kept(base: Path, tmp_path: Path) -> None:
@@ -297,23 +230,8 @@ def test_merged_layers_are_not_called_kept(base: Path, tmp_path: Path) -> None:
     assert "changed: a layer of the base with other weights" in page
 
 
-def test_curves_are_read_from_a_log(grown: list[Path], tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    lines = [
-        {"step": s, "source": name, "loss": loss}
-        for s, name, loss in ((0, "new", 3.5), (10, "new", 2.25), (0, "old", 1.0))
-    ]
-    log.write_text("\n".join([*map(json.dumps, lines), '{"step": 5, "lr": 0.1}', ""]))
-    told, page, _ = reported(grown[-1], tmp_path / "page.html", log=log)
-    assert [(c.source, c.points) for c in told.findings.curves] == [
-        ("new", ((0, 3.5), (10, 2.25))),
-        ("old", ((0, 1.0),)),
-    ]
-    assert ">-1.2500</td>" in page
-
-
 def test_training_runs_are_told_by_the_manifest(base: Path, tmp_path: Path) -> None:
-    out, run, log = tmp_path / "out", tmp_path / "run", tmp_path / "log.json"
+    out, run = tmp_path / "out", tmp_path / "run"
     wide = byte_tokenizer(tiny.checkpoint(tmp_path / "wide", "llama", vocab_size=300), eos=False) or tmp_path / "wide"
     surgeon.apply(write_plan(tmp_path / "p.yaml", [ADAPTERS]), str(wide), out)
     (tmp_path / "text.txt").write_text("Some words of a domain, again and again.\n" * 400)
@@ -330,41 +248,13 @@ def test_training_runs_are_told_by_the_manifest(base: Path, tmp_path: Path) -> N
     assert f"words {before:.3f} → {after:.3f}" in reader.words
     assert "every static promise holds, also after training" in reader.words
     assert "Held-out losses each time that training measured them" in page
-    [measured] = curves_of([done])
+    [measured] = told.findings.curves
     assert (measured.source, [step for step, _ in measured.points]) == ("words", [0, 2, 4])
     assert (measured.points[0][1], measured.points[-1][1]) == (before, after)
     assert "did not change" not in page
     for name, (largest, _) in trained.changes.items():
         assert name in page
         assert f"{largest:.3g}" in page
-    log.write_text(json.dumps(trained.to_json(), indent=2))
-    told, _, _ = reported(run, tmp_path / "b.html", log=log)
-    [curve] = told.findings.curves
-    assert curve == measured
-    assert (curve.points[0][1], curve.points[-1][1]) == (before, pytest.approx(after))
-
-
-def test_a_native_output_shows_its_losses_on_texts(tmp_path: Path) -> None:
-    """Where nothing chooses: of base and output, as `evaluate` measures them."""
-    base = byte_tokenizer(tiny.checkpoint(tmp_path / "base", "llama", vocab_size=300), eos=False) or tmp_path / "base"
-    out = tmp_path / "out"
-    surgeon.apply(write_plan(tmp_path / "p.yaml", [FUSED]), str(base), out)
-    text = tmp_path / "text.txt"
-    text.write_text("Some words of a domain, again and again.\n" * 20)
-    texts = {HOSTILE: text, "probe": None}
-    told, page, _ = reported(out, tmp_path / "a.html", base=base, texts=texts, window=32, windows=2)
-    found = [(loss.text, loss.of_base) for loss in told.findings.losses]
-    assert found == [(name, of_base) for name in texts for of_base in (True, False)]
-    own = surgeon.evaluate(str(base), {"a": text}, length=32, most=2).of(str(base), "a")
-    first, second, *_ = told.findings.losses
-    assert first.scores.loss == second.scores.loss == own.loss and second.scores.loss_difference is not None
-    assert "Losses on texts" in page and f"{own.loss.value:.4f}" in page and "0, exactly" in page
-    assert told.to_json()["losses"][1]["model"] == "output" and told.findings.routing is None
-    several = json_lines(tmp_path / "several.jsonl", ["Some words.", "Other words.", "More words."])
-    heard = Quiet()
-    told, _, _ = reported(out, tmp_path / "b.html", texts={"it": several}, window=32, windows=2, listener=heard)
-    assert [(loss.of_base, loss.scores.documents) for loss in told.findings.losses] == [(False, 2)]
-    assert "text it: 2 of its 3 documents; --windows N takes more, --windows 0 all" in heard.said
 
 
 def test_hostile_words_stay_words(grown: list[Path], tmp_path: Path) -> None:
@@ -390,33 +280,28 @@ def test_hostile_words_stay_words(grown: list[Path], tmp_path: Path) -> None:
     }
     manifest["lineage"][-1]["operations"][0]["op"] = HOSTILE
     (out / "surgery.json").write_text(json.dumps(resealed(manifest)))
-    routing = {
-        "surgeon_routing": 1,
-        "model": HOSTILE,
-        "router": {"layer": 5, "slots": 2},
-        "sites": [],
-        "texts": {
-            HOSTILE: {
-                "tokens": 1,
-                "states": [],
-                "gates": {HOSTILE: {"mean": 1, "closed": 0, "loudness": 1}},
-                "router": {"mean": [0.5, 0.5], "largest": [0, 1], "examples": [[HOSTILE, 1]]},
-            }
+    told, _, _ = reported(out, tmp_path / "plain.html")
+    routing = RoutingReport(
+        HOSTILE,
+        RouterPlace(5, 2),
+        (),
+        {
+            HOSTILE: TextChoices(
+                tokens=1,
+                router=RouterChoices((0.5, 0.5), (0.0, 1.0)),
+                states=(),
+                gates={HOSTILE: GateChoices(1.0, 0.0, 1.0)},
+                experts={},
+            )
         },
-    }
-    (tmp_path / "routing.json").write_text(json.dumps(routing))
-    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 0, "source": HOSTILE, "loss": 1.0}))
-    _, page, reader = reported(
-        out, tmp_path / "page.html", routing=tmp_path / "routing.json", log=tmp_path / "log.jsonl"
     )
+    curve = Curve(HOSTILE, ((0, 1.0), (3, 0.5)))
+    page = render(dataclasses.replace(told.findings, routing=routing, curves=(curve,)))
+    reader = read(page)
     assert "<script" not in page
     assert "\u202e" not in page
     shown = HOSTILE.replace("\u202e", "\\u202e")
-    assert sum(shown in words for words in reader.words) >= 10
-
-
-def _routing(**changes: Any) -> str:
-    return json.dumps({"surgeon_routing": 1, "model": "m", "router": None, "sites": [], "texts": {}} | changes)
+    assert sum(shown in words for words in reader.words) >= 9
 
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
@@ -432,33 +317,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
     ),
     "a folder as page": (lambda out, tmp: [out, "--html", tmp], "a folder"),
     "no such folder": (lambda out, tmp: [out, "--html", tmp / "nowhere" / "page.html"], "cannot be written"),
-    "unknown map": (lambda out, tmp: [out, "--maps", "3.below.qury"], "did you mean 3.below.query"),
-    "both records": (lambda out, tmp: [out, "--text", f"a={out}", "--routing", tmp / "x"], "exclude each other"),
-    "no record": (lambda out, tmp: [out, "--routing", tmp / "x"], "cannot read the routing record"),
-    "no routing report": (lambda out, tmp: [out, "--routing", given(tmp, '{"a": 1}')], "not a routing report"),
-    "a record of other sites": (
-        lambda out, tmp: [
-            out,
-            "--routing",
-            given(tmp, _routing(texts={"t": {"tokens": 1, "router": None, "states": [[1.0]], "gates": {}}})),
-        ],
-        "0 × 0",
-    ),
-    "no log": (lambda out, tmp: [out, "--log", given(tmp, '{"step": 1}\n')], "no line has a loss"),
-    "a record of something else": (lambda out, tmp: [out, "--log", given(tmp, '{\n"log": 3}')], "neither JSON lines"),
-    "a log of too many sources": (
-        lambda out, tmp: [
-            out,
-            "--log",
-            given(tmp, "".join(f'{{"step": 1, "source": "s{n}", "loss": 1.0}}\n' for n in range(50_000))),
-        ],
-        "more than 200 sources",
-    ),
-    "a log of lists": (lambda out, tmp: [out, "--log", given(tmp, '{"step": 1}\n[]\n')], "line 2"),
-    "a loss in words": (
-        lambda out, tmp: [out, "--log", given(tmp, '{"step": 1, "source": "a", "loss": "b"}')],
-        "line 1",
-    ),
+    "a text that is not there": (lambda out, tmp: [out, "--text", f"a={tmp / 'x'}"], "cannot read the text"),
 }
 
 
@@ -466,11 +325,6 @@ def edited(out: Path, tmp: Path, change: Callable[[dict[str, Any]], object]) -> 
     """A copy of the output whose manifest somebody changed."""
     copy = shutil.copytree(out, tmp / "edited")
     return sealed_edit(copy, change, seal=True)
-
-
-def given(folder: Path, content: str) -> Path:
-    (folder / "given").write_text(content)
-    return folder / "given"
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -517,6 +371,16 @@ def test_a_tensor_that_trained_in_vain_is_named(grown: list[Path], tmp_path: Pat
     findings = dataclasses.replace(told.findings, runs=(run,))
     page = render(findings)
     assert "Run 1 trained these tensors without changing them: a.weight." in page
-    assert "Open on new text" in page and "&lt;b&gt;: 50.0%; all: 90.0%" in page and "<b>" not in page
+    row = '<tr><td class="number">{}</td><td class="number">{}</td><td class="number">{}</td></tr>'
+    assert row.format("&lt;b&gt;", "50.0%", "") in page and row.format("all", "90.0%", "1.0%") in page
+    assert "<b>" not in page
     assert GateActivity.of({"new": float("nan"), "original": 0.01}) is GateActivity.of(None) is None
     assert "was zero" in page
+
+
+def test_losses_of_several_runs_are_one_curve() -> None:
+    """The second run's steps follow the first's; a run without curves has its beginning and its end."""
+    first = TrainingRun(1, 4, 9, {"a": (3.0, 2.0)}, {})
+    second = TrainingRun(2, 2, 9, {"a": (2.0, 1.5)}, {}, curves={"a": ((0, 2.0), (1, 1.75), (2, 1.5))})
+    points = ((0, 3.0), (4, 2.0), (4, 2.0), (5, 1.75), (6, 1.5))
+    assert curves_of([first, second]) == (Curve("a", points),)

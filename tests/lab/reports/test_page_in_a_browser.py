@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One with every section: three surgeries, everything that chooses, heat maps, curves, a proof."""
+    """One with every section: three surgeries, everything that chooses, a proof."""
     folder = tmp_path_factory.mktemp("page")
     state = tiny.checkpoint(folder / ("a-base-with-rather-a-long-name-" + "x" * 60), "llama", vocab_size=300)
     byte_tokenizer(state, eos=False)
@@ -31,15 +31,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         base, state = state, folder / f"state-{number}"
         surgeon.apply(write_plan(folder / "plan.yaml", operations), str(base), state)
         train(state, seed=number)
-    log = folder / "log.jsonl"
-    log.write_text("\n".join(f'{{"step": {s}, "source": "{n}", "loss": {3 - s / 9}}}' for n in "ab" for s in range(9)))
     surgeon.report(
         state,
         html=folder / "page.html",
         base=base,
         texts={"probe": None, "a text whose name is longer than a phone is wide, by far": None},
-        log=log,
-        maps=["3.below.query"],
         window=16,
         windows=2,
     )

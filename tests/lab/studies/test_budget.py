@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from surgeon.errors import BadInput
 from surgeon.lab.studies import budget as budgets
-from surgeon.lab.studies.budget import SECONDS_FILE, Budget, Deadline, earlier_seconds
+from surgeon.lab.studies.budget import Budget, Deadline, left_out
 from surgeon.lab.studies.schedule import Round, Run
 
 
@@ -31,19 +30,16 @@ def test_what_does_not_fit_is_left_out_as_a_whole(at: Callable[[float], None]) -
     at(120)
     # 480 seconds are left: 8 turns of two runs of a minute.
     assert budget.fits(16) and not budget.fits(17) and not Budget(10.0, made=[60.0], begun=0).fits(9)
-    rounds = [(0, 5), (0, 5), (1, 10)]
-    said = "a run took 60 s: --minutes 10 is enough for"
-    assert budget.expected(rounds[1:], 0) == f"{said} 15 of 15 more runs"
-    assert budget.expected(rounds, 0) == f"{said} 10 of 20 more runs; left out: 10 of seed 1"
-    assert budget.expected([(0, 6)] * 3 + [(1, 18), (2, 18)], 5) == (
-        f"{said} 12 of 54 more runs; left out: 6 of seed 0 (the rates at the ends), 18 of seed 1, 18 of seed 2"
-    )
-    assert budget.expected([(0, 17)], 17) == (
+    said = "a run took 60 s: --minutes 10 is enough for about"
+    assert budget.expected(15, 0) == f"{said} 15 of 15 more runs"
+    assert budget.expected(20, 16) == f"{said} 16 of 20 more runs"
+    assert budget.expected(17, 17) == (
         f"{said} 16 of 17 more runs; for one of each row, before which there is no advice, give --minutes 12"
     )
+    assert left_out({1: 18, 0: 6}) == "6 of seed 0 (the rates at the ends), 18 of seed 1"
     # Without `--minutes` nothing is left out, and the first run says how long the others take.
     free = Budget(None, made=[300.0], at_once=2, begun=0)
-    assert free.expected(rounds, 0) == "a run took 5 minutes: 20 more take about 50 minutes"
+    assert free.expected(20, 0) == "a run took 5 minutes: 20 more take about 50 minutes"
     assert Budget(None).fits(10**9) and Budget(None).check() is None
 
 
@@ -65,16 +61,7 @@ def test_a_round_that_does_not_fit_is_not_begun(at: Callable[[float], None]) -> 
     assert Budget(1.0, begun=0).allow(rounds, ()) == first + second + third
 
 
-def test_too_little_for_one_run_is_refused(at: Callable[[float], None], tmp_path: Path) -> None:
-    """By what earlier calls took, by what comes before, and by the steps of the first run."""
-    assert earlier_seconds(tmp_path) == ()
-    lines = ['{"seconds": 150.0}', '{"seconds": 130}', '{"seconds": -1}', "[]", "no", '{"seconds": "soon"}']
-    (tmp_path / SECONDS_FILE).write_text("\n".join(lines))
-    earlier = earlier_seconds(tmp_path)
-    assert earlier == (150.0, 130.0)
-    Budget(2.2, earlier, begun=0).check()
-    with pytest.raises(BadInput, match=r"^--minutes 2: too little for one run, which took 2 minutes; give --minutes 3"):
-        Budget(2.0, earlier, begun=0).check()
+def test_no_run_begins_where_what_comes_before_took_the_time(at: Callable[[float], None]) -> None:
     fresh = Budget(1.0, begun=0)
     at(59)
     fresh.check()

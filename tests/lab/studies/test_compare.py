@@ -331,7 +331,7 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(
     told = asked("seeds", "seeds", minutes=1e-9)
     assert told.made == 0 and told.findings == whole.told.findings
     # A pilot without time for one run is refused, and its page says what it left out.
-    with pytest.raises(BadInput, match=r"--minutes 1e-09: too little for one run, which took \d+ s; give"):
+    with pytest.raises(BadInput, match=r"--minutes 1e-09: what comes before the first run took \d+ s, and is kept;"):
         asked("most_rates: 4", "seeds: 2", minutes=1e-9)
     assert json.loads((results / "results.json").read_text(encoding="utf-8"))["missing"] == [
         "full, recalled, seed 0: rate 0.03",
@@ -548,10 +548,9 @@ def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
         (measured[0]["documents"], measured[0]["nbytes"])
     }
     assert len({source["tokens"] for source in measured}) == 2
-    # A run's blend is `surgeon blend`'s, and of a model whose vocabulary grew there is none, nor a KL on other tokens.
+    # A run's blend is `surgeon blend`'s, and of a model whose vocabulary grew there is none.
     assert blended.blended and len(blended.points) == 2 * len(plain.points) and blended.trained == plain.trained
     assert [note for note in told.findings.notes if note.startswith("words: none of its runs is blended")]
-    assert all(point.kl and point.kl > 0 for point in plain.points) and {point.kl for point in grown.points} == {None}
     key, half = "full+bare+0.01+0", tmp_path / "half"
     surgeon.write_blend(told.path / "runs" / key, half, base=tmp_path / "base", alpha=0.5)
     texts = told.path / "work" / "configs" / "measured.yaml"

@@ -14,7 +14,7 @@ from surgeon.lab.studies.config import loading
 from surgeon.lab.studies.config.entries import PEERS
 from surgeon.lab.studies.config.loading import LoadedStudy, json_schema, load_study
 from surgeon.lab.studies.config.settings import measured_names, recalled_by, training_config
-from surgeon.lab.studies.schedule import Run, rates_of, rounds_left, runs_left, sizes_left
+from surgeon.lab.studies.schedule import Run, left_by_seed, rates_of, rounds_left, runs_left
 from surgeon.plan.shipped import shipped_plans, shipped_studies
 from surgeon.training.config.schema import TrainConfig
 
@@ -107,28 +107,6 @@ def test_fisher_reads_what_is_replayed_never_what_is_measured(share: float, tmp_
     config = config_of(loaded, "full")
     assert [(source.name, source.share) for source in config.sources] == [("new", 1 - share), ("recalled", share)]
     assert recalled_by(loaded.config).tokens >= 90 * loaded.config.length
-
-
-def test_a_sweep_of_a_remedy_is_a_remedy_for_each_combination(tmp_path: Path) -> None:
-    swept = "sweep: {replay.share: [0.1, 0.25], preserve.loss: [kl, [kl, fisher]]}"
-    loaded = written(tmp_path, SMALLEST + f"remedies: [{{name: a, replay: {{}}, {swept}}}, {{name: b}}]\n")
-    found = [(each.name, each.replay and each.replay.share) for each in loaded.config.remedies]
-    assert found == [
-        ("a-0.1-kl", 0.1),
-        ("a-0.1-kl_fisher", 0.1),
-        ("a-0.25-kl", 0.25),
-        ("a-0.25-kl_fisher", 0.25),
-        ("b", None),
-    ]
-    assert [each.fisher > 0 for each in loaded.config.remedies] == [False, True, False, True, False]
-    for sweep, words in (
-        ("{replay.share: 0.1}", r"study.yaml:6: `remedies.0.sweep.replay.share`"),
-        ("{replay.share: []}", "takes at least 1 entry"),
-        ("{replay.shar: [0.1]}", "unknown key `shar`; did you mean `share`"),
-        ("{replay.share: [2.0]}", "`remedies.0.replay.share` is 2.0"),
-    ):
-        with pytest.raises(BadInput, match=words):
-            written(tmp_path, SMALLEST + f"remedies: [{{name: a, replay: {{}}, sweep: {sweep}}}]\n")
 
 
 def test_peers_are_what_train_calls_them(tmp_path: Path) -> None:
@@ -224,7 +202,7 @@ def test_a_pilot_makes_rounds_that_treat_all_rows_alike(tmp_path: Path) -> None:
     methods = ["full", "lora", "partial", "neutral-residues"]
     assert [(run.method, run.rate) for run in rounds[0].runs] == [(method, 3e-4) for method in methods]
     assert [(len(each.runs), each.begun) for each in rounds] == [(4, True)] + [(4, False)] * 3
-    assert sizes_left(study, {}) == [(0, 4)] * 4 + [(1, 16)]
+    assert left_by_seed(study, {}) == {0: 16, 1: 16}
     # What is finished keeps its turn: the next method's first run comes before the first one's second.
     done = dict.fromkeys(rounds[0].runs[:1] + rounds[1].runs[:2], (5.0, 2.0))
     left = list(rounds_left(study, done))

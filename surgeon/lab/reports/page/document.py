@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from surgeon.common.page.charts import Bar, bars
 from surgeon.common.page.document import rendered
-from surgeon.common.page.markup import Markup
 from surgeon.common.promises import CONDITION, PROMISE_STYLES
-from surgeon.lab.reports.curves import curves_of
 from surgeon.lab.reports.findings import Findings
-from surgeon.lab.reports.history import Budget, History
+from surgeon.lab.reports.history import History
 from surgeon.lab.reports.page import measured
 from surgeon.lab.reports.page.stack import legend, origin_words, stack_figure
 from surgeon.operations import papers_of
@@ -35,10 +32,9 @@ def render(findings: Findings) -> str:
         stack_figure=stack_figure(history, findings.ends),
         legend=legend(history, findings.ends),
         origin_words=origin_words,
-        budget_bars=_budget_bars(findings.budget),
         papers=_papers(history),
-        curves_of=curves_of,
         draw=measured,
+        zip=zip,
     )
 
 
@@ -64,25 +60,6 @@ def _changed_since_birth(verification: Verification) -> bool:
     """Return whether only checks of the state at birth fail, and no logits were compared."""
     failed = {check.name for check in verification.checks if not check.holds}
     return bool(failed) and failed <= _AT_BIRTH and not verification.comparisons
-
-
-def _budget_bars(budget: Budget) -> Markup:
-    """Draw the parameter counts by origin, as shares of the total."""
-    counts = {"base": (budget.base, 5), "earlier": (budget.earlier, 2), "new": (budget.new, 0)}
-    counts["trainable"] = (budget.trainable, 1)
-    shown = [
-        Bar(name, number, f"{_short(number)} · {number / max(1, budget.total):.1%}", style)
-        for name, (number, style) in counts.items()
-        if number or name != "earlier"
-    ]
-    return bars("Parameters by origin", shown, full=budget.total, key="budget-bars")
-
-
-def _short(number: int) -> str:
-    """Return a count in billions or millions, or in full below a million."""
-    if number >= 10**9:
-        return f"{number / 1e9:.3g}B"
-    return f"{number / 1e6:.3g}M" if number >= 10**6 else f"{number:,}"
 
 
 def _papers(history: History) -> list[Paper]:

@@ -107,13 +107,6 @@ class Remedy(Entry):
     replay: Annotated[ReplaySpec | None, Field(description="text mixed into training; default: none")] = None
     preserve: Annotated[PreserveSpec | None, Field(description="the base as teacher, as in a training config")] = None
     rates: Annotated[Rates | None, Field(description="rates instead of the method's")] = None
-    sweep: Annotated[
-        dict[str, Annotated[list[Any], Field(min_length=1)]] | None,
-        Field(
-            description="values for its keys, such as {replay.share: [0.1, 0.25], preserve.loss: [kl, [kl, fisher]]}:"
-            " a remedy for each combination, named NAME-0.1-kl"
-        ),
-    ] = None
 
     @property
     def fisher(self) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -94,8 +91,7 @@ def load_study(
     path = find_file(study, shipped_studies(), what=_WHAT)
     document = read_yaml(path, what=_WHAT, needs=_NEEDS)
     _spell_out(document.data)
-    _expand(document, "methods", partial(_points_of, folder=path.parent))
-    _expand(document, "remedies", _swept)
+    _expand(document, path.parent)
     document.override(overrides, example="steps=100")
     for group, files in (("new", new), ("original", original), ("replayed", replayed)):
         if files:
@@ -129,48 +125,22 @@ def _spell_out(data: dict[str, Any]) -> None:
             data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
 
 
-def _expand(document: Document, key: str, several: Callable[[dict[str, Any]], list[Any]]) -> None:
-    """Replace each mapping in the list at `key` with the mappings that `several` makes of it, and copy its lines.
+def _expand(document: Document, folder: Path) -> None:
+    """Replace each method whose plan is a sweep with a method for each point, and copy its lines.
 
-    Raises BadInput for a sweep with mistakes in it.
+    `folder` is the study's, where plans are looked for first. Raises BadInput for a sweep with mistakes in it.
     """
-    lines, listed = document.lines, document.data.get(key)
+    lines, listed = document.lines, document.data.get("methods")
     if not isinstance(listed, list):
         return
     entries: list[Any] = []
-    moved = {place: line for place, line in lines.items() if place[:1] != (key,) or len(place) < 2}
+    moved = {place: line for place, line in lines.items() if place[:1] != ("methods",) or len(place) < 2}
     for number, entry in enumerate(listed):
-        own = {place[2:]: line for place, line in lines.items() if place[:2] == (key, number)}
-        for each in several(entry) if isinstance(entry, dict) else [entry]:
-            moved |= {(key, len(entries), *place): line for place, line in own.items()}
+        own = {place[2:]: line for place, line in lines.items() if place[:2] == ("methods", number)}
+        for each in _points_of(entry, folder) if isinstance(entry, dict) else [entry]:
+            moved |= {("methods", len(entries), *place): line for place, line in own.items()}
             entries.append(each)
-    document.data[key], document.lines = entries, moved
-
-
-def _swept(remedy: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a remedy for each combination of values in `sweep`, named by the values; without `sweep`, only itself."""
-    sweep = remedy.get("sweep")
-    if not isinstance(sweep, dict) or not all(isinstance(values, list) and values for values in sweep.values()):
-        # The schema check reports what is wrong with it.
-        return [remedy]
-    found = []
-    for values in itertools.product(*sweep.values()):
-        made = copy.deepcopy({key: value for key, value in remedy.items() if key != "sweep"})
-        for key, value in zip(sweep, values, strict=True):
-            *outer, last = str(key).split(".")
-            place = made
-            for step in outer:
-                place = inner if isinstance(inner := place.get(step), dict) else place.setdefault(step, {})
-                if not isinstance(place, dict):
-                    return [remedy]
-            place[last] = value
-        found.append(made | {"name": "-".join([str(remedy.get("name")), *map(_word, values)])})
-    return found
-
-
-def _word(value: Any) -> str:
-    """Return a swept value as a part of a name."""
-    return "_".join(map(str, value)) if isinstance(value, list) else str(value)
+    document.data["methods"], document.lines = entries, moved
 
 
 def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
