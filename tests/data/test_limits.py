@@ -128,14 +128,14 @@ def test_values_that_take_more_than_their_bytes_are_refused(tmp_path: Path) -> N
     assert len(read(tmp_path / "a.jsonl")) == 1
 
 
-def test_lists_of_json_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the file is cut: brackets, quotes and escapes within strings, letters of several bytes."""
+def test_lists_of_json_are_read_entry_by_entry(tmp_path: Path) -> None:
+    """Brackets, quotes and escapes within strings, letters of several bytes; and lists that are none."""
     texts = [*TEXTS, 'a "quoted [" \\', ']}{[\n\\"', "", "€" * 50, "\\" * 7]
     content = "\ufeff [ " + " ,\n\t".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\n] \n"
     (tmp_path / "a.json").write_text(content, encoding="utf-8")
-    for piece in (1, 2, 3, 7, 64, 10_000):
-        monkeypatch.setattr("surgeon.data.json_list._PIECE", piece)
-        assert read(tmp_path / "a.json") == [text for text in texts if text.strip()]
+    documents = opened(tmp_path / "a.json")
+    assert [documents.read(number) for number in range(len(documents))] == [text for text in texts if text.strip()]
+    assert documents.where(1).endswith("a.json:2")
     for wrong in (
         b'[{"text": "a"',
         b'[{"text": "a\\',
