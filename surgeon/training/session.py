@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
@@ -26,7 +25,7 @@ from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.training.config.budget import Budget
 from surgeon.training.config.settings import fitting_micro_batch
-from surgeon.training.footprint import check_room_of, checkpoint_bytes, fitting, peak_memory
+from surgeon.training.footprint import check_room_of, fitting, peak_memory
 from surgeon.training.loading import batches_of, loaded_model, trained_numbers
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.opening import as_it_is, check_as_left, opened_run
@@ -38,11 +37,9 @@ from surgeon.training.saved.checkpoints import (
     RUN_FILE,
     STATE_FILE,
     RunRecord,
-    Saving,
     best_step,
     damage,
     drop_what_does_not_count,
-    is_beside,
     newest_checkpoint,
     step_of,
 )
@@ -229,7 +226,6 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         batches=batches_of(run),
         callbacks=[Cadence(run, done), *run.trackers],
         fused=fused,
-        saving=_saving(run, model),
     )
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
@@ -337,17 +333,6 @@ def _curve(trained: Trained, source: str) -> dict[str, float]:
     measured = f"eval_{source}_loss"
     later = {str(entry["step"]): float(entry[measured]) for entry in trained.log if measured in entry}
     return {"0": trained.losses[source][0]} | later
-
-
-def _saving(run: Run, model: Any) -> Saving:
-    """Return the writer of checkpoints; it writes beside the steps where config, sizes and trackers allow it."""
-    copy = checkpoint_bytes(model)
-    whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
-    beside = is_beside(run.loaded.config.saving, device=run.device, copy_bytes=copy, model_bytes=whole)
-    if beside and any(type(tracker).on_save is not TrainerCallback.on_save for tracker in run.trackers):
-        run.say("a tracker may send checkpoints away as they are saved, so they are written within the steps")
-        beside = False
-    return Saving(beside=beside)
 
 
 def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:

@@ -223,10 +223,6 @@ def test_what_cannot_be_is_refused(made: Path, tmp_path: Path) -> None:
         sources=[ORIGINAL[0], ORIGINAL[1] | {"path": "short.jsonl", "kind": "chat"}], **asked
     )
     for preserve, words in (
-        (
-            {"loss": ["kl", "reverse_kl"]},
-            "`loss` names kl and reverse_kl, for both of which the base teaches; give one",
-        ),
         ({"loss": ["fisher", "fisher"]}, "`loss` names fisher twice"),
         ({"loss": ["kl", "fisher"], "weight": 3.0}, "`weight` 3 is one number for two terms, whose sizes differ"),
         ({"loss": "kl", "weight": {"fisher": 2.0}}, "`weight` is given for fisher, which `loss` does not name"),

@@ -58,7 +58,6 @@ CONFIG: dict[str, Any] = {
     "batch": 4,
     "length": 24,
     "save_every": 4,
-    "saving": "beside",
     "evaluate_every": 6,
     "log_every": 1,
     "validation_sequences": 4,

@@ -144,7 +144,7 @@ class NextTokens(Objective):
 
         vocabulary = int(model.config.get_text_config().vocab_size)
         tokens = run.settings.micro_batch * run.settings.length
-        kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)
+        kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary)
         if kind == "torch":
             return FusedHead(model, kind) if any(remedy.reads_head for remedy in run.remedies) else None
         return FusedHead(model, kind)

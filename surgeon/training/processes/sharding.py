@@ -64,19 +64,18 @@ def let_go(model: nn.Module) -> None:
             module.reshard()
 
 
-def gathered(state: Any, *, copy: bool = False) -> Any:
+def gathered(state: Any) -> Any:
     """Return the same nest of dictionaries, lists and tensors, with every shard gathered to a whole tensor on the CPU.
 
-    All processes call this. With `copy` all other tensors are copied to the CPU too, so that the result shares no
-    memory with `state`.
+    All processes call this.
     """
     if isinstance(state, dict):
-        return {key: gathered(value, copy=copy) for key, value in state.items()}
+        return {key: gathered(value) for key, value in state.items()}
     if isinstance(state, list):
-        return [gathered(value, copy=copy) for value in state]
+        return [gathered(value) for value in state]
     if isinstance(state, DTensor):
         return state.full_tensor().cpu()
-    return state.to("cpu", copy=True) if copy and isinstance(state, Tensor) else state
+    return state
 
 
 def dealt_out(whole: Tensor, like: Tensor) -> Tensor:
