@@ -150,7 +150,7 @@ KINDS = {
 }
 _OF_KINDS = {
     *(f"surgeon.training.{folder}.{name}" for folder, names in KINDS.items() for name in names),
-    *(f"surgeon.training.losses.{name}" for name in ("cached_teacher", "fisher", "top_k")),
+    *(f"surgeon.training.losses.{name}" for name in ("cached_teacher", "top_k")),
     *(f"surgeon.training.{name}" for name in ("gate_fitting", "negatives", "new_head")),
 }
 _WORDS = {*KINDS["targets"], *KINDS["remedies"], "preserve"}

@@ -14,15 +14,16 @@ from rich.console import Console
 
 import surgeon
 from surgeon.common import disk_space
+from surgeon.common.formatting import size
 from surgeon.common.listener import Quiet
-from surgeon.common.signed import read_signed
 from surgeon.data.packing import Mixture
 from surgeon.errors import BadInput
 from surgeon.training.losses import cached_teacher
-from surgeon.training.losses.cached_teacher import INDEX_FILE, SAID_FILE, STATE_FILE, CachedTeacher
+from surgeon.training.losses.cached_teacher import INDEX_FILE, SAID_FILE, CachedTeacher
 from surgeon.training.losses.preserving import Preserving, chunked_divergence
 from surgeon.training.losses.top_k import TopK
 from surgeon.training.places import work_folder
+from surgeon.training.saved.checkpoints import RunRecord
 from surgeon.training.steps.trainer import SurgeonTrainer
 from surgeon.training.train import rehearsal_view
 from tests.training.test_preserve import ORIGINAL, curve
@@ -133,19 +134,19 @@ def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monke
     """While the base speaks, with half a write behind it, and while the model trains."""
     given = {"teacher": {"cached": 5}, "save_every": 1, "micro_batch": 1}
     files: list[list[bytes]] = []
-    opened, add = CachedTeacher._open, cached_teacher._Writer.add
+    opened, write = CachedTeacher._open, cached_teacher._write
     step = SurgeonTrainer.training_step
 
     def kept(self: CachedTeacher) -> None:
         opened(self)
         files.append([(self.work / name).read_bytes() for name in (SAID_FILE, INDEX_FILE)])
 
-    def cut_off(self: Any, *arguments: Any) -> None:
-        if self.sequences > 6:
-            self.said.write(b"half a record")
-            self.said.flush()
+    def cut_off(said: Any, *arguments: Any) -> None:
+        if said.tell():
+            said.write(b"half a record")
+            said.flush()
             raise Killed
-        add(self, *arguments)
+        write(said, *arguments)
 
     def third(self: Any, *arguments: Any, **more: Any) -> Any:
         if self.state.global_step == 2:
@@ -154,20 +155,25 @@ def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(CachedTeacher, "_open", kept)
     run(made, tmp_path / "whole", **given)
-    # A round of the processor later than the other run saves, at other places.
-    monkeypatch.setattr(cached_teacher, "_SAVE_SECONDS", 0.0)
-    for where, what in ((cached_teacher._Writer, {"add": cut_off}), (SurgeonTrainer, {"training_step": third})):
+    for where, name, replacement in ((cached_teacher, "_write", cut_off), (SurgeonTrainer, "training_step", third)):
         with monkeypatch.context() as patched, pytest.raises(Killed):
-            for name, replacement in what.items():
-                patched.setattr(where, name, replacement)
+            patched.setattr(where, name, replacement)
             run(made, tmp_path / "cut", **given)
-    signed = read_signed(work_folder(tmp_path / "cut") / STATE_FILE)
-    assert signed is not None and signed.here and signed.data["done"] and signed.data["sequences"] == 16
+    record = RunRecord.read(work_folder(tmp_path / "cut"))
+    assert record is not None and record.kept.keys() == {"teacher"}
+    # Changed since, it counts for nothing, and is recorded anew.
+    index = work_folder(tmp_path / "cut") / INDEX_FILE
+    content = index.read_bytes()
+    index.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(SurgeonTrainer, "training_step", third)
+        run(made, tmp_path / "cut", **given)
+    assert index.read_bytes() == content
     # From here on it is looked up alone.
     with monkeypatch.context() as patched:
         patched.setattr(Preserving, "top", None)
         run(made, tmp_path / "cut", **given)
-    assert files[0] == files[1] == files[2]
+    assert len(files) == 4 and all(each == files[0] for each in files)
     assert digests(tmp_path / "whole") == digests(tmp_path / "cut")
 
 
@@ -205,8 +211,8 @@ def test_a_dry_run_says_what_it_takes(made: Path, tmp_path: Path) -> None:
     path = config(made, **FULL | {"preserve": {"teacher": {"cached": 8}}})
     shown = surgeon.rehearse(made / "base", path, tmp_path / "run", device="cpu")
     # At most as many original sequences as 16 of a quarter and 2 more, of 23 tokens of 8 ids, 8 numbers and the rest's.
-    assert shown.teacher_bytes == 6 * 23 * 68 + 16 * 12
-    assert shown.seconds_asking > 0
+    (asking,) = shown.before
+    assert asking.seconds > 0 and asking.words.endswith(f"kept on disk: {size(6 * 23 * 68 + 16 * 12)}")
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(rehearsal_view(shown))
     assert "for what the base says, kept on disk" in console.export_text()

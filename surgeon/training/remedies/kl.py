@@ -118,7 +118,7 @@ class Kl(Remedy):
             copy = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
             copy.config.use_cache = False
             run.objective.isolate(run, copy)
-            copy = copy if run.sharding is not None else copy.to(run.device)
+            copy = copy if run.sharding else copy.to(run.device)
         teacher = None if copy is None else FusedHead(copy, "torch")
         self.preserving = Preserving(model, spec, self.within, head, copy=teacher)
         run.say(f"{how} teaches: kl on {spec.on} text, weight {self.preserving.weight:g}")
@@ -200,8 +200,7 @@ class Kl(Remedy):
             preserving.top({name: tensor.to(run.device) for name, tensor in batch.items()}, cached.k)
             seconds = seconds_since(begun, run.device)
         seconds *= cached.most_sequences / count
-        words = f"what the base says, kept on disk: {size(cached.most_bytes)}"
-        return Estimate(seconds, words, {"seconds_asking": seconds, "teacher_bytes": cached.most_bytes})
+        return Estimate(seconds, f"what the base says, kept on disk: {size(cached.most_bytes)}")
 
 
 def _within(case: Case, spec: PreserveSpec) -> Within:
