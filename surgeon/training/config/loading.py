@@ -50,6 +50,7 @@ HABITS: Mapping[str, str] = {
     **dict.fromkeys(("save_steps", "save_strategy"), "`save_every`: steps"),
     "logging_steps": "`log_every`",
     "saving": "nothing: checkpoints are written between steps",
+    "blend": "the command surgeon blend, after the run",
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), "`keep_best`: the name of a source"),
     **dict.fromkeys(("lora_r", "r", "lora_rank"), "`lora.rank`"),
     "lora_alpha": "`lora.alpha`",

@@ -177,7 +177,15 @@ class Preserving:
             """Return the batch's weighted term from the head's input; add the unweighted term to `found`."""
             # The model may run all sequences as one row.
             hidden = hidden.reshape(*counts.shape, -1)
-            apart = self._apart(hidden[rows][chosen], taught)
+            apart = chunked_divergence(
+                hidden[rows][chosen],
+                self.head.head.weight,
+                taught,
+                cap=self.head.cap,
+                temperature=self.spec.temperature,
+                old=self.rows,
+                teacher=self.teacher.head.weight,
+            )
             self.found = self.found.to(apart.device) + apart.detach() / total
             return weight * apart
 
@@ -206,18 +214,6 @@ class Preserving:
         """Return the inputs of the base's head for some sequences of a batch, B T D."""
         with self.teacher.armed():
             return self.base.logits(**{name: batch[name][rows] for name in ("input_ids", "position_ids")})
-
-    def _apart(self, hidden: Tensor, taught: Tensor | TopK) -> Tensor:
-        """Return the unweighted term between the model's `hidden` (N D) and the base's `taught`, summed over N."""
-        return chunked_divergence(
-            hidden,
-            self.head.head.weight,
-            taught,
-            cap=self.head.cap,
-            temperature=self.spec.temperature,
-            old=self.rows,
-            teacher=self.teacher.head.weight,
-        )
 
     def take(self) -> Tensor:
         """Return this process's part of the unweighted term, summed over the steps since the last call."""
