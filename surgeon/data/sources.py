@@ -177,10 +177,11 @@ class Table:
 
     def _each(self) -> Iterator[Row]:
         """Yield the rows by number. Raises BadInput where the table is damaged, or a row is too large."""
+        stored = self._table.with_format("arrow")
 
         def read(first: int, count: int) -> list[dict[str, Any]]:
-            """Return rows as `datasets` decodes them."""
-            self._table.with_format("arrow")[first : first + count].validate(full=True)
+            """Return rows as `datasets` decodes them. Raises pyarrow's errors for damage."""
+            stored[first : first + count].validate(full=True)
             columns = self._table[first : first + count]
             return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
