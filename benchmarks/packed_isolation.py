@@ -30,6 +30,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,32 @@ def page(rows: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
+def first_layer(model: Any, ids: Sequence[int], tolerance: float) -> str:
+    """The first layer whose output other documents change by more than rounding, in the probe's own two runs."""
+    import torch
+
+    from surgeon.training.isolation import _Documents, _Runs
+
+    packed, runs, outputs = _Documents(24, 2, "isolated", torch.tensor(ids)), _Runs(model, "cpu"), []
+    layers = [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules or ())]
+
+    def keep(_layer: Any, _given: Any, made: Any) -> None:
+        states = made[0] if isinstance(made, tuple | list) else made
+        outputs.append(states.detach().reshape(*packed.document.shape, -1))
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    for variant in (0, 1):
+        runs.states(packed.batch(variant))
+    for handle in handles:
+        handle.remove()
+    for number, pair in enumerate(zip(outputs[: len(layers)], outputs[len(layers) :], strict=True)):
+        if packed.change(*pair, packed.kept) > tolerance:
+            types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+            kind = f", {types[number]}" if len(types) == len(layers) else ""
+            return f"layer {number} ({type(layers[number]).__name__}{kind})"
+    return "no layer"
+
+
 def decoders() -> str:
     """What the probe finds of a tiny model of every decoder, as markdown."""
     import torch
@@ -370,7 +397,7 @@ def decoders() -> str:
             )
             continue
         plain, now = found
-        verdict = "isolates" if now.isolates else f"leaks, first in {now.layer}"
+        verdict = "isolates" if now.isolates else f"leaks, first in {first_layer(model, ids, now.tolerance)}"
         rows.append(
             f"| {name} | {plain.change:.2g} | {now.change:.2g} | {now.leaking:.2g} | {now.alone:.2g} | {verdict} |"
         )

@@ -150,10 +150,10 @@ KINDS = {
 }
 _OF_KINDS = {
     *(f"surgeon.training.{folder}.{name}" for folder, names in KINDS.items() for name in names),
-    *(f"surgeon.training.losses.{name}" for name in ("cached_teacher", "fisher", "top_k")),
+    *(f"surgeon.training.losses.{name}" for name in ("cached_teacher", "top_k")),
     *(f"surgeon.training.{name}" for name in ("gate_fitting", "negatives", "new_head")),
 }
-_WORDS = {*KINDS["targets"], *KINDS["remedies"], "reverse_kl", "hidden_mse", "preserve"}
+_WORDS = {*KINDS["targets"], *KINDS["remedies"], "preserve"}
 # Read of a config alone, and those that are read of whatever holds them.
 _KEYS_OF_CONFIGS = {"what", "preserve", "lora", "fitted", "labels"}
 _KEYS = {*_KEYS_OF_CONFIGS, "recall_for_gate", "keep_for_gate", "within", "cached", "taught", "classifies"}

@@ -129,7 +129,6 @@ SPELLINGS = {
         "KEY=VALUE",
         "--set",
     ),
-    "train.delta_only": _S("write only what the base lacks to RUN, for `apply --delta`"),
     "train.device": _S("auto, cpu, cuda"),
     "learn.to": _S("folder of the model; TO-learn has its plan, training file and recalled text", "RUN", "--to"),
     "learn.new": _S("text to learn: FILE, NAME=FILE or a data file (.yaml); may be given again"),

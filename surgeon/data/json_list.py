@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+import mmap
 import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -10,120 +10,79 @@ from typing import Any, BinaryIO
 from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, parsed, too_long
 from surgeon.errors import BadInput, printable
 
-_PIECE = 64 * 1024
-_SPACE = re.compile(rb"[ \t\n\r]*")
+# What stands around an entry: white space, and what begins, separates and ends a list.
+_SPACE = re.compile(rb"[ \t\n\r]*+")
 # A bracket, or a string; a string that is not closed extends to the end.
 _TOKEN = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)', re.DOTALL)
 _SCALAR_ENDS = re.compile(rb"[,\]}\s]")
+_LINE_END = re.compile(rb"\n")
 _AGAIN = "get the file again, or leave it out"
 
 
 def entries_of(file: BinaryIO, shown: str) -> Iterator[tuple[int, int, int, Any]]:
-    """Yield (begin, end, line, value) for each entry; begin and end are byte positions in the file.
+    """Yield (begin, end, line, value) for each entry of a list, which begins with the file's first bracket.
 
-    Raises BadInput (prefix `shown`, the file's name) where the file is no list, no JSON or not UTF-8, and for an entry
-    of more than `MAX_DOCUMENT_BYTES`.
+    Begin and end are byte positions in the file. Raises BadInput (prefix `shown`, the file's name) where the file is no
+    list, no JSON or not UTF-8, and for an entry of more than `MAX_DOCUMENT_BYTES`.
     """
-    read = _Reader(file, shown)
-    if read.next_byte(mark=True) != b"[":
-        raise BadInput(f"{printable(shown)}: not a list of objects; one object a line is what .jsonl means")
-    read.pass_over(1)
-    first = True
-    while (following := read.next_byte()) != b"]" or not first:
-        begin, line = read.place, read.line
-        value = read.value()
-        yield begin, read.place, line, value
-        first = False
-        if (following := read.next_byte()) != b",":
+    # The system keeps in memory what is being read, and no more than there is room for.
+    held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    place, line = held.find(b"["), 1
+    line += _lines(held, 0, place)
+    first, following = True, b","
+    while following == b",":
+        begin = _after_space(held, place + 1)
+        line += _lines(held, place, begin)
+        if first and held[begin : begin + 1] == b"]":
+            place, following = begin, b"]"
             break
-        read.pass_over(1)
+        end = _end(held, begin, f"{shown}:{line}")
+        yield begin, end, line, parsed(held[begin:end], f"{shown}:{line}", _AGAIN)
+        first, place = False, _after_space(held, end)
+        line += _lines(held, begin, place)
+        following = held[place : place + 1]
     if following == b"]":
-        read.pass_over(1)
-        following = read.next_byte()
-        if not following:
+        behind = _after_space(held, place + 1)
+        if behind == len(held):
             return
-    rest = printable(repr(read.ahead(20))) if following else "the file's end, cut off perhaps"
+        line += _lines(held, place, behind)
+        place = behind
+    rest = held[place : place + 20].decode("utf-8", "replace")
+    found = printable(repr(rest)) if rest else "the file's end, cut off perhaps"
     raise BadInput(
-        f"{printable(shown)}:{read.line}: no list of objects (expected `,` or its `]` and end, found {rest}); make"
+        f"{printable(shown)}:{line}: no list of objects (expected `,` or its `]` and end, found {found}); make"
         f" it one, or write one object a line, or {_AGAIN}"
     )
 
 
-class _Reader:
-    """A file that is read forwards; `place` is the position in bytes of the next byte, `line` its line number."""
+def _lines(held: mmap.mmap, begin: int, end: int) -> int:
+    """Return the number of line ends between two positions."""
+    return sum(1 for _ in _LINE_END.finditer(held, begin, end))
 
-    def __init__(self, file: BinaryIO, shown: str) -> None:
-        self._file = file
-        self._shown = shown
-        self._held = bytearray()
-        self.place = 0
-        self.line = 1
 
-    def _more(self) -> bool:
-        """Read more bytes into memory, at least as many as are there already; return False at the file's end.
+def _after_space(held: mmap.mmap, place: int) -> int:
+    """Return the position of the next byte that is no white space, at `place` or behind it."""
+    found = _SPACE.match(held, place)
+    assert found is not None
+    return found.end()
 
-        The bytes in memory are the beginning of one value. Raises BadInput where they are too many.
-        """
-        self._check_length(len(self._held))
-        found = self._file.read(max(_PIECE, len(self._held)))
-        self._held += found
-        return bool(found)
 
-    def _check_length(self, count: int) -> None:
-        """Raise BadInput where the current entry's `count` bytes are more than a document may have."""
-        if count > MAX_DOCUMENT_BYTES:
-            raise too_long(f"{self._shown}:{self.line}", "this entry")
+def _end(held: mmap.mmap, begin: int, where: str) -> int:
+    """Return the position behind the value that begins at `begin`: the file's end where the value is not closed.
 
-    def pass_over(self, count: int) -> None:
-        """Advance by `count` bytes, which must be in memory."""
-        self.line += self._held.count(b"\n", 0, count)
-        del self._held[:count]
-        self.place += count
-
-    def next_byte(self, *, mark: bool = False) -> bytes:
-        """Return the next non-space byte without consuming it; b"" at the end.
-
-        With `mark`, first skip a UTF-8 byte order mark.
-        """
-        if mark:
-            while len(self._held) < len(codecs.BOM_UTF8) and self._more():
-                pass
-            if self._held.startswith(codecs.BOM_UTF8):
-                self.pass_over(len(codecs.BOM_UTF8))
-        while True:
-            found = _SPACE.match(self._held)
-            self.pass_over(0 if found is None else found.end())
-            if self._held or not self._more():
-                return bytes(self._held[:1])
-
-    def ahead(self, count: int) -> str:
-        """Return the next bytes as text, for errors."""
-        return self._held[:count].decode("utf-8", "replace")
-
-    def value(self) -> Any:
-        """Return the value that begins here, and advance past it."""
-        content = bytes(self._held[: self._end()])
-        found = parsed(content, f"{self._shown}:{self.line}", _AGAIN)
-        self.pass_over(len(content))
-        return found
-
-    def _end(self) -> int:
-        """Return the number of bytes in memory up to the end of the value that begins here, or of the file."""
-        if bytes(self._held[:1]) not in (b"{", b"[", b'"'):
-            while (found := _SCALAR_ENDS.search(self._held)) is None and self._more():
-                pass
-            return len(self._held) if found is None else found.start()
-        at = depth = 0
-        while True:
-            found = _TOKEN.search(self._held, at)
-            # A string that is not closed in the bytes in memory may be closed later in the file.
-            if found is None or found[0][:1] == b'"' != found[1]:
-                at = len(self._held) if found is None else found.start()
-                if not self._more():
-                    return len(self._held)
-                continue
-            at = found.end()
+    Raises BadInput (prefix `where`) where the value has more bytes than a document may have.
+    """
+    most = min(len(held), begin + MAX_DOCUMENT_BYTES + 1)
+    end = most
+    if held[begin : begin + 1] in (b"{", b"[", b'"'):
+        depth = 0
+        for found in _TOKEN.finditer(held, begin, most):
             depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(found[0], 0)
             if depth <= 0:
-                self._check_length(at)
-                return at
+                end = found.end()
+                break
+    elif (after := _SCALAR_ENDS.search(held, begin, most)) is not None:
+        end = after.start()
+    if end - begin > MAX_DOCUMENT_BYTES:
+        raise too_long(where, "this entry")
+    return end

@@ -1,21 +1,16 @@
-"""Rows of parquet files, read by pyarrow in a child process with limits of time and memory.
+"""Rows of tables, read by pyarrow in a child process with limits of time and memory; and parquet files of such rows.
 
 The unpacked size of a page is known only after unpacking, because nothing compares a file's metadata with its content.
-The memory that rows of an Arrow table take as Python values is computed before any value is made: a file of a few bytes
-may repeat one long text a million times, or contain a list of a billion nulls. Arrow keeps such columns compact, Python
-does not.
+A file of a few bytes may also repeat one long text a million times, or contain a list of a billion nulls. Arrow keeps
+such columns compact, Python does not: so few rows are made Python values at a time, and what takes too much ends only
+the child.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import numpy as np
-from numpy.typing import NDArray
 
 from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, too_long
 from surgeon.common.child import Child, Failed, Limited
@@ -25,7 +20,40 @@ from surgeon.errors import BadInput, printable
 # The bytes of row groups that stay in memory after reading.
 _KEPT = 1024 * 1024 * 1024
 _AGAIN = "get the file again, or leave it out"
-_BATCH = 1024
+# The most rows that are made Python values at a time, and their bytes above which fewer are made next.
+_ROWS, _PIECE = 1024, 2 * 1024 * 1024
+# The approximate bytes of a value in addition to its text: an object, and its slot in a list or dict.
+_A_VALUE = 64
+
+
+class FewRows:
+    """Rows of a table as Python values, a few at a time; `read` returns rows from a number on, as many as asked."""
+
+    def __init__(self, read: Callable[[int, int], list[dict[str, Any]]], where: str) -> None:
+        self._read = read
+        self._where = where
+        self._count = 1
+
+    def answer(self, first: int, most: int | None = None) -> list[dict[str, Any]]:
+        """Return some rows from number `first` on, at most `most`; an empty list after the last row.
+
+        Raises BadInput for a row larger than a document may be.
+        """
+        found = self._read(first, most or self._count)
+        sizes = [_size(row) for row in found]
+        for row, size in enumerate(sizes, first):
+            if size > MAX_DOCUMENT_BYTES:
+                raise too_long(f"{self._where}, row {row}", "this row")
+        self._count = max(1, self._count // 2) if sum(sizes) > _PIECE else min(_ROWS, 2 * self._count)
+        return found
+
+
+def _size(value: Any) -> int:
+    """Return about how many bytes a value takes, with the values in it."""
+    if isinstance(value, str | bytes):
+        return _A_VALUE + len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return _A_VALUE + sum(map(_size, inner))
 
 
 class ParquetFiles:
@@ -77,7 +105,7 @@ class ParquetFiles:
 
 
 class _Reader:
-    """The child's state: the file that it last opened, and tables of row groups with the ends of their pieces."""
+    """The child's state: the file that it last opened, and tables of row groups with their rows."""
 
     def __init__(self, files: Mapping[int, Path], open_file: Callable[[Path], BinaryIO]) -> None:
         import pyarrow
@@ -87,7 +115,7 @@ class _Reader:
         self._files = files
         self._open_file = open_file
         self._opened: dict[int, tuple[BinaryIO, Any]] = {}
-        self._kept: dict[tuple[int, int], tuple[Any, list[int]]] = {}
+        self._kept: dict[tuple[int, int], tuple[Any, FewRows]] = {}
 
     def answer(
         self, file: int, group: int | None = None, columns: Sequence[str] = (), first: int = 0, most: int | None = None
@@ -101,9 +129,7 @@ class _Reader:
             return footer.schema_arrow.names, footer.num_row_groups
         if (file, group) not in self._kept:
             self._read(file, group, columns)
-        table, ends = self._kept[file, group]
-        end = ends[bisect_right(ends, first)] if first < table.num_rows else first
-        return table.slice(first, min(end - first, most or end)).to_pylist()
+        return self._kept[file, group][1].answer(first, most)
 
     def _open(self, file: int) -> tuple[BinaryIO, Any]:
         """Return a file handle and the file's footer, a `ParquetFile`."""
@@ -115,9 +141,9 @@ class _Reader:
         return self._opened[file]
 
     def _read(self, file: int, group: int, columns: Sequence[str]) -> None:
-        """Read a row group into memory, with the ends of its pieces; drop older groups beyond `_KEPT` bytes.
+        """Read a row group into memory; drop older groups beyond `_KEPT` bytes.
 
-        Raises BadInput for a row that is too large, and pyarrow's errors or ValueError for damage.
+        Raises pyarrow's errors or ValueError for damage.
         """
         import pyarrow.parquet
 
@@ -133,129 +159,11 @@ class _Reader:
         table = opened.read_row_group(group, columns=list(columns), use_threads=False)
         if table.num_rows != chunks.num_rows:
             raise ValueError(f"{table.num_rows:,} rows, and the footer says {chunks.num_rows:,}")
-        ends: list[int] = []
-        where = f"{printable(str(self._files[file]))}: row group {group}"
-        for batch in table.to_batches(_BATCH):
-            begin = ends[-1] if ends else 0
-            ends += [begin + end for _, end in pieces_of(batch, where, begin)]
+        # Also that each text of a dictionary is there, and each text is UTF-8.
+        table.validate(full=True)
         while self._kept and table.nbytes + sum(kept.nbytes for kept, _ in self._kept.values()) > _KEPT:
             self._kept.pop(next(iter(self._kept)))
-        self._kept[file, group] = table, ends
-
-
-# The approximate bytes of a value in addition to its text: an object, and its slot in a list or dict.
-_A_VALUE = 64
-_DEEPEST = 32
-# The bytes of Python values that are made at a time.
-_PIECE = 4 * 1024 * 1024
-
-
-def pieces_of(batch: Any, where: str, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of runs of rows of a `pyarrow.RecordBatch` that each take little memory as Python values.
-
-    The first row has the number `first`. Raises BadInput (prefix `where`) for a row larger than a document may be and
-    for a column whose type cannot contain texts, and pyarrow's errors or ValueError for damage that the file's reader
-    missed.
-    """
-    pieces = np.cumsum(check_sizes(batch, where, first)) // _PIECE
-    return pairwise([0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), batch.num_rows])
-
-
-def check_sizes(batch: Any, where: str, first: int = 0) -> NDArray[np.int64]:
-    """Return the bytes that each row takes in Python (rows,), int64; arguments and errors as in `pieces_of`."""
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        _check_type(column.type, f"{where}: the column `{name}`")
-    sizes = _sum((row_sizes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
-    for row in np.flatnonzero(sizes > MAX_DOCUMENT_BYTES)[:1]:
-        raise too_long(f"{where}, row {first + row}", "this row")
-    return sizes
-
-
-def row_sizes(array: Any) -> NDArray[np.int64]:
-    """Return the bytes that each value of a `pyarrow.Array` takes in Python, with nested values; (values,), int64."""
-    import pyarrow.compute
-    from pyarrow import types
-
-    kind = array.type
-    own: NDArray[np.int64] = np.full(len(array), _A_VALUE, dtype=np.int64)
-    if isinstance(array, pyarrow.ExtensionArray):
-        return row_sizes(array.storage)
-    if types.is_dictionary(kind):
-        places = array.indices.cast(pyarrow.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
-        values = array.dictionary
-        lowest = -1 if array.null_count else 0
-        if len(places) and not lowest <= places.min() <= places.max() < len(values):
-            raise ValueError("a text by a number that no text has")
-        if len(places) < len(values):
-            # The dictionary is longer than the rows: measure only the entries that rows refer to.
-            named, places = np.unique(places, return_inverse=True)
-            values = values.take(pyarrow.array(named[named >= 0]))
-            places = places - np.count_nonzero(named < 0)
-        # Index -1, which stands for null, selects the last element.
-        own[:] = np.append(row_sizes(values), _A_VALUE)[places]
-        return own
-    if types.is_string_view(kind) or types.is_binary_view(kind):
-        views = np.frombuffer(array.buffers()[1] or b"", dtype=np.int32).reshape(-1, 4)
-        own += np.maximum(views[array.offset : array.offset + len(array), 0], 0)
-        return own
-    if _has_bytes(kind):
-        lengths = pyarrow.compute.binary_length(array).fill_null(0)
-        own += lengths.to_numpy(zero_copy_only=False)
-        return own
-    if types.is_struct(kind):
-        return _sum((row_sizes(array.field(part)) for part in range(kind.num_fields)), own)
-    if types.is_list(kind) or types.is_large_list(kind):
-        offsets = array.offsets.to_numpy().astype(np.int64)
-        begin, end = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
-        lengths = np.diff(offsets)
-        if lengths.max(initial=0) > MAX_DOCUMENT_BYTES // _A_VALUE:
-            # Too many values, whatever their sizes.
-            own += _A_VALUE * lengths
-            return own
-        sums = np.append(0, np.cumsum(row_sizes(array.values.slice(begin, end - begin))))
-        own += np.diff(sums[offsets - begin])
-        return own
-    return own
-
-
-def _sum(parts: Iterable[NDArray[np.int64]], total: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Add the parts to `total`, in place, and return it."""
-    for part in parts:
-        total += part
-    return total
-
-
-def _has_bytes(kind: Any) -> bool:
-    """Return whether values of an Arrow type are texts or bytes with offsets."""
-    from pyarrow import types
-
-    return any(of(kind) for of in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
-
-
-def _check_type(kind: Any, where: str) -> None:
-    """Raise BadInput (prefix `where`) for an Arrow type whose values cannot be measured."""
-    if not _is_counted(kind, _DEEPEST):
-        raise BadInput(
-            f"{printable(where)} is of the type {printable(str(kind), 60)}; texts, numbers, lists and structs are read:"
-            " write it so"
+        rows = FewRows(
+            lambda first, count: table.slice(first, count).to_pylist(), f"{self._files[file]}: row group {group}"
         )
-
-
-def _is_counted(kind: Any, depth: int) -> bool:
-    """Return whether `row_sizes` can measure values of a type nested at most `depth` deep."""
-    import pyarrow
-    from pyarrow import types
-
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        kind = kind.storage_type
-    if types.is_primitive(kind) or types.is_null(kind) or types.is_decimal(kind) or _has_bytes(kind):
-        return True
-    if types.is_string_view(kind) or types.is_binary_view(kind):
-        return True
-    if types.is_dictionary(kind):
-        parts = [kind.value_type]
-    elif types.is_struct(kind) or types.is_list(kind) or types.is_large_list(kind):
-        parts = [kind.field(part).type for part in range(kind.num_fields)]
-    else:
-        return False
-    return depth > 0 and all(_is_counted(part, depth - 1) for part in parts)
+        self._kept[file, group] = table, rows

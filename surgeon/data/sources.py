@@ -18,12 +18,13 @@ import numpy as np
 
 from surgeon.checkpoint.hub import dataset_commit
 from surgeon.checkpoint.hub_calls import REPO_ID, bars_on_terminals_only, first_line, is_commit, offline
+from surgeon.common.child import Child, Failed, Limited
 from surgeon.common.installation import lacking
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.chats import Chat
 from surgeon.data.documents import Corpus, Documents, stamps
 from surgeon.data.layouts import Document, columns_of, document_of
-from surgeon.data.parquet import pieces_of
+from surgeon.data.parquet import FewRows
 from surgeon.data.recall import beginnings
 from surgeon.data.rows import Row, Rows
 from surgeon.data.saved_tables import arrow_files, check_saved, is_saved
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from surgeon.models.tokenizer import Tokenizer
 
 DEFAULT_SPLIT = "train"
-_BATCH = 1000
 # The feature types of `datasets` that are decoded from the row's own bytes only.
 _FEATURES = {"Value", "ClassLabel", "Translation", "TranslationVariableLanguages", "Json"}
 
@@ -176,23 +176,25 @@ class Table:
         return self._identity
 
     def _each(self) -> Iterator[Row]:
-        """Yield the rows by number. Raises BadInput where the table is damaged."""
-        import pyarrow
+        """Yield the rows by number. Raises BadInput where the table is damaged, or a row is too large."""
+        stored = self._table.with_format("arrow")
 
-        begin = 0
+        def read(first: int, count: int) -> list[dict[str, Any]]:
+            """Return rows as `datasets` decodes them. Raises pyarrow's errors for damage."""
+            stored[first : first + count].validate(full=True)
+            columns = self._table[first : first + count]
+            return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+        child, begin = Child(lambda: FewRows(read, self._shown).answer), 0
         try:
-            for table in self._table.with_format("arrow").iter(batch_size=_BATCH):
-                for batch in table.to_batches():
-                    batch.validate(full=True)
-                    for first, last in pieces_of(batch, self._shown, begin):
-                        columns = self._table[begin + first : begin + last]
-                        for row, values in enumerate(zip(*columns.values(), strict=True), begin + first):
-                            where, entry = self._row(row), dict(zip(columns, values, strict=True))
-                            yield row, where, partial(document_of, entry, self.rows.spec, where)
-                    begin += batch.num_rows
-        except (pyarrow.ArrowException, OSError, ValueError, IndexError) as error:
+            while begin < len(self._table):
+                for row, entry in enumerate(child.ask(begin), begin):
+                    where = self._row(row)
+                    yield row, where, partial(document_of, entry, self.rows.spec, where)
+                    begin = row + 1
+        except (Limited, Failed) as error:
             raise BadInput(
-                f"{printable(self._shown)}: rows from {begin} on cannot be read ({first_line(error)}); get it again"
+                f"{printable(self._shown)}: rows from {begin} on cannot be read ({error}); get it again"
             ) from None
 
     def _row(self, row: int) -> str:

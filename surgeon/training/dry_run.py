@@ -15,7 +15,7 @@ from surgeon.errors import BadInput
 from surgeon.training.footprint import fitting, peak_memory, seconds_since
 from surgeon.training.loading import batches_of, loaded_model, trained_numbers
 from surgeon.training.losses.cross_entropy import FusedHead
-from surgeon.training.run import Run, Sample
+from surgeon.training.run import Estimate, Run, Sample
 from surgeon.training.self_generated import Imagined
 from surgeon.training.steps.by_document import by_document
 from surgeon.training.steps.optimizer import make_optimizer
@@ -51,10 +51,9 @@ class Rehearsal:
     """The result of a dry run: what the run would train, on what, and an estimate of its cost.
 
     `seconds_a_step` is measured on micro-batches, or on one sequence where they would take more than a minute, and on a
-    step of AdamW. `seconds` is the estimate for all steps, without
-    evaluations and checkpoints. Three estimates are for the time before the first step: in `seconds_writing` the model
-    writes its texts, in `seconds_asking` the base's predictions are recorded (at most `teacher_bytes` on disk), and in
-    `seconds_estimating` the Fisher information is estimated. `peak_memory` is measured, in bytes.
+    step of AdamW. `seconds` is the estimate for all steps, without evaluations and checkpoints. `before` has what is
+    done before the first step, such as texts that the model writes, each with its wall seconds. `peak_memory` is
+    measured, in bytes.
     """
 
     settings: dict[str, Any]
@@ -69,12 +68,7 @@ class Rehearsal:
     tokens: int
     peak_memory: int
     notes: tuple[str, ...]
-    # Each preparation before the first step: its wall seconds, and what it is.
-    before: tuple[tuple[float, str], ...] = ()
-    seconds_writing: float = 0.0
-    seconds_asking: float = 0.0
-    seconds_estimating: float = 0.0
-    teacher_bytes: int = 0
+    before: tuple[Estimate, ...]
 
     def __repr__(self) -> str:
         return (
@@ -94,17 +88,16 @@ class Rehearsal:
             `samples`: each with `source`, `label` (null: none) and `parts`: `text`, and `counted` if the loss counts it
             `seconds_a_step`: measured on micro-batches and a step of AdamW
             `seconds`, `tokens`: of the whole run
-            `seconds_writing`: before the run, for sources with `generate`, from one batch of documents each
-            `seconds_asking`: before the run, for `teacher: {cached: …}`, from one micro-batch; else 0
-            `teacher_bytes`: the most bytes on disk of the recorded predictions; else 0
-            `seconds_estimating`: before the run, for `loss: fisher`, from one sequence; else 0
+            `before`: what is done before the first step, each with `seconds` and `words`: writing texts (`generate`),
+                recording predictions (`teacher: {cached: …}`), estimating (`loss: fisher`)
             `peak_memory`: in bytes, measured, with AdamW's state
         """
         return plain_fields(self, without=("samples", "before")) | {
+            "before": [estimate._asdict() for estimate in self.before],
             "samples": [
                 plain_fields(one) | {"parts": [{"text": text, "counted": counted} for text, counted in one.parts]}
                 for one in self.samples
-            ]
+            ],
         }
 
 
@@ -149,12 +142,8 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
             f"{run.loaded.source}: a micro-batch of {settings.micro_batch} sequences of {settings.length} tokens does"
             " not fit into memory; use a smaller `micro_batch` or `length`, or `checkpointing: true`"
         ) from error
-    figures: dict[str, Any] = {"seconds_writing": imagined.seconds}
-    before = [(imagined.seconds, "the text that the model writes")] if imagined.seconds else []
-    for estimate in estimates:
-        if estimate is not None:
-            figures |= estimate.figures
-            before.append((estimate.seconds, estimate.words))
+    before = [Estimate(imagined.seconds, "the text that the model writes")] if imagined.seconds else []
+    before += [estimate for estimate in estimates if estimate is not None]
     return Rehearsal(
         settings=settings.to_json(),
         device=run.device,
@@ -169,7 +158,6 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         peak_memory=peak_memory(run.device),
         notes=(*run.out.notes, *run.notes, *imagined.notes, *run.data.notes),
         before=tuple(before),
-        **figures,
     )
 
 

@@ -42,8 +42,7 @@ class Isolation:
     `training` and `evaluation` are the changes in these modes (None: evaluation runs the same code as training).
     `without_grafts` is the larger one of both with grafts off (None: nothing leaked, or there are no grafts).
     `leaking` is the change without isolation. `alone` compares a packed document with the same document in a row of its
-    own, in evaluation. A change up to `tolerance` is rounding. `layer` is the first layer whose output changes by more
-    (None: no layer does).
+    own, in evaluation. A change up to `tolerance` is rounding.
     """
 
     dtype: str
@@ -53,7 +52,6 @@ class Isolation:
     leaking: float
     alone: float
     tolerance: float
-    layer: str | None = None
 
     @property
     def change(self) -> float:
@@ -124,15 +122,13 @@ def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: S
             evaluation = packed.change(sure, runs.states(packed.batch(1), training=False), packed.kept)
         leaking = joined.changed(runs, packed.preceded)
         tolerance = min(_ROUNDING.get(model.dtype, _ROUNDING[torch.float32]), _OF_A_LEAK * leaking)
-        without, layer = None, None
-        if max(training, evaluation or 0.0) > tolerance:
-            layer = runs.first_layer(packed, tolerance)
-            if hasattr(model, "grafts"):
-                with model.grafts(enabled=False):
-                    without = max(packed.changed(runs, packed.kept, training=mode) for mode in (True, False))
+        without = None
+        if max(training, evaluation or 0.0) > tolerance and hasattr(model, "grafts"):
+            with model.grafts(enabled=False):
+                without = max(packed.changed(runs, packed.kept, training=mode) for mode in (True, False))
     let_go(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    return Isolation(dtype, training, evaluation, without, leaking, alone, tolerance, layer)
+    return Isolation(dtype, training, evaluation, without, leaking, alone, tolerance)
 
 
 class _Documents:
@@ -272,37 +268,6 @@ class _Runs:
             self.model.train(before)
         found: Tensor = kept[0] if kept else output.logits
         return found.reshape(*batch["input_ids"].shape, -1)
-
-    def first_layer(self, packed: _Documents, tolerance: float) -> str | None:
-        """Return number and kind of the first layer whose output changes by more than the tolerance; None: no layer."""
-        kinds = set(self.model._no_split_modules or ())
-        layers = [module for module in self.model.modules() if type(module).__name__ in kinds]
-        outputs: list[Tensor] = []
-
-        def keep(_layer: nn.Module, _given: Any, made: Any) -> None:
-            """Store the layer's output, B T D, on the CPU."""
-            states = made[0] if isinstance(made, tuple | list) else made
-            outputs.append(states.detach().reshape(*packed.document.shape, -1).cpu())
-
-        handles = [layer.register_forward_hook(keep) for layer in layers]
-        try:
-            for variant in (0, 1):
-                self.states(packed.batch(variant))
-        finally:
-            for handle in handles:
-                handle.remove()
-        count = len(outputs) // 2
-        for number, pair in enumerate(zip(outputs[:count], outputs[count:], strict=True)):
-            if packed.change(*pair, packed.kept) > tolerance:
-                return f"layer {number} ({_kind(self.model, layers, number)})"
-        return None
-
-
-def _kind(model: Any, layers: Sequence[nn.Module], number: int) -> str:
-    """Return what a layer is: its class and, where the config has `layer_types`, its type."""
-    words = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    word = f", {printable(str(words[number]))}" if len(words) == len(layers) else ""
-    return f"{printable(type(layers[number]).__name__)}{word}"
 
 
 @contextlib.contextmanager

@@ -40,10 +40,8 @@ def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str,
     loaded, settings = prepared.loaded, prepared.settings
     ranks = Ranks.of_environment()
     say = listener.say if ranks.leads else lambda _: None
-    sharding = prepared.sharding
-    if sharding is not None and ranks.size == 1:
+    if loaded.config.sharding == "fsdp" and not prepared.sharding:
         say("one process: nothing is sharded")
-        sharding = None
     device = devices.resolve(prepared.device)
     trackers = open_trackers(loaded.config.report_to, to=prepared.to, config=str(loaded.source))
     data = open_data(prepared, say, imagined or {})
@@ -54,7 +52,7 @@ def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str,
     if loaded.config.validation_sequences is None:
         most = max(_FEWEST_HELD, min(MOST_HELD, settings.steps * settings.batch // _RUN_TO_HELD))
         data.validation = {name: held[:most] for name, held in data.validation.items()}
-    settled = {"settings": settings, "notes": notes, "sharding": sharding, "device": device}
+    settled = {"settings": settings, "notes": notes, "device": device}
     return Run(
         **(vars(prepared) | settled),
         data=data,

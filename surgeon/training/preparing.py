@@ -31,7 +31,7 @@ from surgeon.training.backends import missing_for_attention, missing_for_tracker
 from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.config.settings import settle
 from surgeon.training.objectives import objective_of
-from surgeon.training.processes.launching import Sharding, requested_sharding
+from surgeon.training.processes.launching import check_launcher
 from surgeon.training.remedies import REMEDIES
 from surgeon.training.run import Case, Prepared, Remedy
 from surgeon.training.targets import target_of
@@ -62,7 +62,7 @@ def prepare(
     _tried(lambda: check_destination(to, out.path), wrong)
     if processes > 1 and loaded.config.minutes is not None:
         wrong.append(f"{loaded.where('minutes')}`minutes` are measured in one process; under torchrun give `steps`")
-    sharding = _tried(lambda: requested_sharding(loaded.config), wrong)
+    _tried(check_launcher, wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
     wrong += _not_installed(loaded)
     prompts = _tried(lambda: _prompts(loaded), wrong)
@@ -79,7 +79,9 @@ def prepare(
     _tried(lambda: _check_trainable(case), wrong)
     if prompts is not None:
         _tried(functools.partial(encode_prompts, prompts.prompts, Checkpoint(str(out.path), out)), wrong)
-    _tried(lambda: _check_fixed(case.wanted, sharding if processes > 1 else None), wrong)
+    sharding = processes > 1 and loaded.config.sharding == "fsdp"
+    if sharding:
+        _tried(lambda: _check_fixed(case.wanted), wrong)
     context = context_of(out.config)
     settled_for = functools.partial(settle, loaded, case.wanted.operations, context=context, processes=processes)
     settled = _tried(settled_for, wrong)
@@ -195,9 +197,9 @@ def _are_same(one: Path, other: Path) -> bool:
     return one.is_dir() and other.is_dir() and one.samefile(other)
 
 
-def _check_fixed(wanted: TrainableSet, sharding: Sharding | None) -> None:
-    """Raise BadInput where tensors that train in part would be sharded."""
-    if sharding is not None and wanted.fixed:
+def _check_fixed(wanted: TrainableSet) -> None:
+    """Raise BadInput where tensors train in part, which would be sharded."""
+    if wanted.fixed:
         raise BadInput(
             f"{printable(min(wanted.fixed))}: a part of it trains, which is not done with sharded weights; leave"
             " `sharding` out, or name operations in `what` that add tensors of their own"

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from surgeon.training.config.loading import LoadedConfig
     from surgeon.training.config.settings import Settings
     from surgeon.training.losses.cross_entropy import FusedHead
-    from surgeon.training.processes.launching import Sharding
     from surgeon.training.targets.target import Target
 
 
@@ -67,7 +66,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Prepared(Case):
-    """A run that can begin: its numbers, notes about them, how to shard it, and its remedies.
+    """A run that can begin: its numbers, notes about them, whether it is sharded (FSDP2), and its remedies.
 
     `settled_for` returns the numbers and notes for a count of steps, which the config's `epochs` or `bytes` give once
     the texts are counted; None where the config has `steps`. `context` is how many positions the model's config names.
@@ -76,7 +75,7 @@ class Prepared(Case):
 
     settings: Settings
     notes: Sequence[str]
-    sharding: Sharding | None
+    sharding: bool
     remedies: Sequence[Remedy]
     settled_for: Callable[..., tuple[Settings, list[str]]] | None
     prompts: Prompts | None
@@ -264,11 +263,10 @@ class Text(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The cost of a remedy before the first step: wall seconds, their purpose in words, and fields of a `Rehearsal`."""
+    """The cost of a preparation before the first step: its wall seconds, and in words what is prepared."""
 
     seconds: float
     words: str
-    figures: Mapping[str, float]
 
 
 class Remedy(ABC):

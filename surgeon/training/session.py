@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
@@ -26,23 +25,21 @@ from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.training.config.budget import Budget
 from surgeon.training.config.settings import fitting_micro_batch
-from surgeon.training.footprint import check_room_of, checkpoint_bytes, fitting, peak_memory
+from surgeon.training.footprint import check_room_of, fitting, peak_memory
 from surgeon.training.loading import batches_of, loaded_model, trained_numbers
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.opening import as_it_is, check_as_left, opened_run
 from surgeon.training.places import memory_folder
-from surgeon.training.processes.sharding import let_go, shard, sharded_here
+from surgeon.training.processes.sharding import let_go, shard, views_allowed
 from surgeon.training.publishing import Trained, publishing_job, write_final
 from surgeon.training.run import Prepared, Run
 from surgeon.training.saved.checkpoints import (
     RUN_FILE,
     STATE_FILE,
     RunRecord,
-    Saving,
     best_step,
     damage,
     drop_what_does_not_count,
-    is_beside,
     newest_checkpoint,
     step_of,
 )
@@ -53,15 +50,11 @@ from surgeon.training.steps.trainer import DATA_FILE, TRAINED_FILE, SurgeonTrain
 from surgeon.writing.linked_shards import bytes_to_move
 from surgeon.writing.write import execute
 
-# A folder in the work folder: the whole run, where `deliver` makes the published folder from it.
-WHOLE_FOLDER = "whole"
-
 
 def run_training(
     prepared: Prepared,
     listener: Listener,
     *,
-    deliver: Callable[[Path], object] | None = None,
     link: bool = False,
     take_over: bool = False,
 ) -> Trained | None:
@@ -70,7 +63,6 @@ def run_training(
     Args:
         prepared: the run.
         listener: receives progress.
-        deliver: makes what is published from the whole run, whose folder it receives; None: publish the whole run.
         link: hard-link shards in which nothing trained to the output's shards.
         take_over: continue a work folder that came from elsewhere.
 
@@ -102,18 +94,12 @@ def run_training(
             say(note)
         for why in drop_what_does_not_count(run.work, loaded.config.keep_best) if ranks.leads else ():
             say(f"{why}, so it is passed over and dropped")
-        with sharded_here():
+        with views_allowed():
             trained = _train(run)
         if work is None:
             return None
         work.check_there()
-        whole = run.work / WHOLE_FOLDER
-        if whole.exists():
-            # Left by a call that was interrupted before it delivered.
-            shutil.rmtree(whole)
-        trained = _publish(trained, run, to if deliver is None else whole, digests, link=link)
-        if deliver is not None:
-            deliver(whole)
+        trained = _publish(trained, run, digests, link=link)
         work.remove(last=RUN_FILE)
         shutil.rmtree(memory_folder(to), ignore_errors=True)
     return trained
@@ -207,15 +193,15 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
     args = training_arguments(run)
     model, parameters = loaded_model(run)
     fitted = [name for remedy in run.remedies for name in remedy.fit(run, model)]
-    if run.sharding is None:
+    if not run.sharding:
         # Checks before the first step run on training's device, because some attention runs only on a GPU.
         model.to(args.device)
     fused = run.objective.fused_head(run, model)
     beside = [remedy.join(run, model, fused) for remedy in run.remedies]
-    if run.sharding is not None:
+    if run.sharding:
         for each in (model, *beside):
             if each is not None:
-                shard(each, run.sharding, device=args.device)
+                shard(each, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
     run.objective.check_isolation(run, model)
     run = _fitting(run, model, fused)
@@ -229,7 +215,6 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         batches=batches_of(run),
         callbacks=[Cadence(run, done), *run.trackers],
         fused=fused,
-        saving=_saving(run, model),
     )
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
@@ -254,12 +239,13 @@ def _fitting(run: Run, model: Any, fused: FusedHead | None) -> Run:
     return replace(run, settings=fitting_micro_batch(run.settings, record.decided["micro_batch"]))
 
 
-def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], *, link: bool) -> Trained:
-    """Write the run to `target`; return `trained` with the run's manifest and the changes of its tensors.
+def _publish(trained: Trained, run: Run, digests: dict[str, str], *, link: bool) -> Trained:
+    """Publish the run; return `trained` with the run's manifest and the changes of its tensors.
 
     `digests` has the digests of all tensors of the output. Raises BadInput where the checkpoint is damaged.
     """
     assert run.manifest is not None
+    target = run.to
     last = run.work / f"checkpoint-{trained.published_step}"
     record = RunRecord.read(run.work)
     assert record is not None
@@ -337,17 +323,6 @@ def _curve(trained: Trained, source: str) -> dict[str, float]:
     measured = f"eval_{source}_loss"
     later = {str(entry["step"]): float(entry[measured]) for entry in trained.log if measured in entry}
     return {"0": trained.losses[source][0]} | later
-
-
-def _saving(run: Run, model: Any) -> Saving:
-    """Return the writer of checkpoints; it writes beside the steps where config, sizes and trackers allow it."""
-    copy = checkpoint_bytes(model)
-    whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
-    beside = is_beside(run.loaded.config.saving, device=run.device, copy_bytes=copy, model_bytes=whole)
-    if beside and any(type(tracker).on_save is not TrainerCallback.on_save for tracker in run.trackers):
-        run.say("a tracker may send checkpoints away as they are saved, so they are written within the steps")
-        beside = False
-    return Saving(beside=beside)
 
 
 def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:

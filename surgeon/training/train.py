@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count, listed, size, windows
@@ -41,7 +40,6 @@ def train(
     to: str | Path,
     *,
     overrides: Sequence[str] = (),
-    delta_only: bool = False,
     link: bool = False,
     take_over: bool = False,
     device: str = "auto",
@@ -60,7 +58,6 @@ def train(
         config: a training config's file, or what `load_config` returned.
         to: the new folder.
         overrides: values that replace the file's: `optimizer.lr=1e-4`, `sources.NAME.share=0.5`.
-        delta_only: publish the run's delta (`make_delta`), which `apply_delta` applies to the base.
         link: hard-link shards of `out` in which nothing trained; they become read-only (`apply`).
         take_over: continue a run that this user did not begin in this place (a copy, an archive).
         device: `auto`, or a device.
@@ -81,16 +78,8 @@ def train(
 
     from surgeon.training.session import run_training
 
-    def as_delta(whole: Path) -> None:
-        """Write the delta of the run in the folder `whole` to `to`."""
-        from surgeon.rework.make_delta import make_delta_of
-
-        run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
-        make_delta_of(run, prepared.to, None, metadata_of(run), listener)
-
     with prepared.objective.ready(prepared, None, trust_remote_code=trust_remote_code, listener=listener) as ready:
-        deliver = as_delta if delta_only else None
-        return run_training(ready, listener, deliver=deliver, link=link, take_over=take_over)
+        return run_training(ready, listener, link=link, take_over=take_over)
 
 
 def rehearse(

@@ -72,4 +72,4 @@ def test_how_to_install_is_said_in_one_place() -> None:
         text = file.read_text(encoding="utf-8")
         assert not re.search(rf"""install ["']?{DISTRIBUTION}""", text), file
         asked |= set(re.findall(r"""lacking\([^\n]*, "([\w-]+)"\)""", text))
-    assert asked == {"parquet", "datasets", "peft", "liger"} and asked <= extras.keys()
+    assert asked == {"parquet", "datasets", "peft"} and asked <= extras.keys()

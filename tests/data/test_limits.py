@@ -17,9 +17,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from surgeon.data import parquet
 from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import Documents, text_files
-from surgeon.data.parquet import ParquetFiles, check_sizes, pieces_of, row_sizes
+from surgeon.data.parquet import ParquetFiles
 from surgeon.data.rows import Rows
 from surgeon.data.saved_tables import check_saved
 from surgeon.data.sources import saved_table
@@ -128,14 +129,14 @@ def test_values_that_take_more_than_their_bytes_are_refused(tmp_path: Path) -> N
     assert len(read(tmp_path / "a.jsonl")) == 1
 
 
-def test_lists_of_json_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the file is cut: brackets, quotes and escapes within strings, letters of several bytes."""
+def test_lists_of_json_are_read_entry_by_entry(tmp_path: Path) -> None:
+    """Brackets, quotes and escapes within strings, letters of several bytes; and lists that are none."""
     texts = [*TEXTS, 'a "quoted [" \\', ']}{[\n\\"', "", "€" * 50, "\\" * 7]
     content = "\ufeff [ " + " ,\n\t".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\n] \n"
     (tmp_path / "a.json").write_text(content, encoding="utf-8")
-    for piece in (1, 2, 3, 7, 64, 10_000):
-        monkeypatch.setattr("surgeon.data.json_list._PIECE", piece)
-        assert read(tmp_path / "a.json") == [text for text in texts if text.strip()]
+    documents = opened(tmp_path / "a.json")
+    assert [documents.read(number) for number in range(len(documents))] == [text for text in texts if text.strip()]
+    assert documents.where(1).endswith("a.json:2")
     for wrong in (
         b'[{"text": "a"',
         b'[{"text": "a\\',
@@ -251,41 +252,36 @@ def test_pages_that_lie_about_themselves_are_refused(tmp_path: Path) -> None:
     for number in files:
         try:
             assert reader.head(number) == (["text"], 1)
-            assert len(reader.rows(number, 0, ["text"], 0)) == len(TEXTS) * 3
+            found: list[Any] = []
+            while rows := reader.rows(number, 0, ["text"], len(found)):
+                found += rows
+            assert len(found) == len(TEXTS) * 3
         except BadInput as error:
             refused += 1
             assert "row group 0 cannot be read" in str(error) and "\n" not in str(error)
     assert refused > len(files) // 10
 
 
-def test_sizes_are_those_of_python_s_values() -> None:
-    """At least the bytes of all texts, for each type, for slices and nulls; what cannot be counted is refused."""
-    texts = [None, "a", "bb" * 300, "", "é" * 50]
-    plain = pyarrow.array(texts)
-    own = np.array([0 if text is None else len(text.encode()) for text in texts])
-    turns = pyarrow.StructArray.from_arrays([plain, plain.dictionary_encode()], ["role", "content"])
-    listed = pyarrow.ListArray.from_arrays([0, 2, 2, 5], turns, mask=pyarrow.array([False, True, False]))
-    for array, expected in (
-        (plain, own),
-        (plain.cast(pyarrow.large_string()), own),
-        (plain.cast(pyarrow.string_view()), own),
-        (plain.dictionary_encode(), own),
-        (turns, 2 * own),
-        (listed, 2 * np.array([own[:2].sum(), 0, own[2:].sum()])),
-        (pyarrow.array([1, None, 3]), np.zeros(3)),
-    ):
-        for begin in range(len(array)):
-            part = array.slice(begin)
-            found = row_sizes(part) - expected[begin:]
-            assert (found >= 64).all() and (found <= 64 * 12).all(), array.type
-            batch = pyarrow.RecordBatch.from_arrays([part], ["a"])
-            assert [n for begin, end in pieces_of(batch, "here") for n in range(begin, end)] == [*range(len(part))]
-    ends = pyarrow.RunEndEncodedArray.from_arrays([2**30], ["a"])
-    batch = pyarrow.RecordBatch.from_arrays([ends], ["text"])
-    assert "here: the column `text` is of the type run_end_encoded" in refusal(lambda: check_sizes(batch, "here"))
-    wrong = pyarrow.DictionaryArray.from_arrays(pyarrow.array([7]), pyarrow.array(["a"]), safe=False)
-    with pytest.raises(ValueError, match="by a number that no text has"):
-        row_sizes(wrong)
+def test_rows_of_any_type_are_measured_as_python_s_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows come, in order, fewer at a time where they are large; and a row too large is refused with its number."""
+    texts = ["a", "b" * 900_000, "", "c" * 900_000, *("d" * number for number in range(50))]
+    turns = [{"role": "user", "content": [text, (text,), {"of": text.encode()}, None, 3]} for text in texts]
+    asked: list[int] = []
+
+    def read_rows(first: int, count: int) -> list[dict[str, Any]]:
+        asked.append(count)
+        return turns[first : first + count]
+
+    rows, found = parquet.FewRows(read_rows, "here"), list[Any]()
+    while more := rows.answer(len(found)):
+        found += more
+    assert found == turns
+    # After a large row fewer are read.
+    assert asked == [1, 2, 1, 1, 2, 4, 8, 16, 32, 64]
+    assert rows.answer(5, most=1) == turns[5:6]
+    monkeypatch.setattr(parquet, "MAX_DOCUMENT_BYTES", 2_700_000)
+    with pytest.raises(BadInput, match=r"here, row 3: this row has more than"):
+        rows.answer(2)
 
 
 def saved(folder: Path, *, texts: Any = TEXTS, options: Any = None) -> Path:

@@ -437,7 +437,7 @@ def test_a_run_has_its_model_write_a_source(base: Path, tmp_path: Path) -> None:
     assert source.tokens_a_document * source.documents == pytest.approx(100, rel=0.3)
     assert source.documents == pytest.approx(len(there), abs=3)
     assert next("".join(t for t, _ in s.parts) for s in shown.samples if s.source == "memory").split()
-    assert shown.seconds_writing > 0
+    assert shown.before[0].seconds > 0
     assert any("source memory: not written yet; its 100 tokens would take about 0:00:0" in note for note in shown.notes)
     path = config(tmp_path, sources=[new, memory | {"generate": asked, "path": "x.jsonl"}])
     with pytest.raises(BadInput, match="give either `path` or `generate`"):

@@ -77,7 +77,6 @@ def inputs(folder: Path) -> Path:
         "batch": 2,
         "length": 16,
         "save_every": 1,
-        "saving": "beside",
         "evaluate_every": 2,
         "validation_sequences": 2,
     }
@@ -103,7 +102,7 @@ def inputs(folder: Path) -> Path:
         "all": {"what": "all", "preserve": {"loss": "kl"}, "sources": [new, known | {"path": "text.jsonl"}]},
     }.items():
         (folder / f"{name}.yaml").write_text(json.dumps({"surgeon_train": 1, **training, **changes}))
-    del training["validation_sequences"], training["saving"]
+    del training["validation_sequences"]
     tasks = [{"name": name, "sources": [{"path": "text.jsonl", "validation": 0.2}]} for name in "ab"]
     plan = {"rank": 2, "threshold": 2}
     (folder / "tasks.yaml").write_text(

@@ -299,19 +299,11 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         "",
         "source 'b' is of the kind text, others have labels; one run trains one task",
     ),
-    (
-        load_config,
-        "preserve: {loss: hidden_mse, teacher: {cached: 8}}\n" + TRAIN + "  - {name: a, path: a.txt, share: 1}\n",
-        1,
-        "",
-        "`hidden_mse` compares hidden states, and `teacher: {cached: …}` keeps probabilities; use kl or",
-    ),
     *(
         (load_config, f"preserve: {{{given}}}\n" + TRAIN + "  - {name: a, path: a.txt, share: 1}\n", 1, "", sentence)
         for given, sentence in (
             ("loss: [kl, kl]", "`loss` names kl twice; give each term once"),
-            ("loss: [kl, hidden_mse]", "`loss` names kl and hidden_mse, for both of which the base teaches; give one"),
-            ("loss: [kl, fisher], weight: {hidden_mse: 2}", "`weight` is given for hidden_mse, which `loss` does not"),
+            ("loss: [kl], weight: {fisher: 2}", "`weight` is given for fisher, which `loss` does not"),
             ("loss: [kl, fisher], weight: 2", "`weight` 2 is one number for two terms, whose sizes differ; give it by"),
             ("loss: fisher, temperature: 2", "`temperature` is for a teacher, and fisher has none; leave it out"),
             ("sequences: 8", "`sequences` is for fisher, which `loss` does not name; leave it out"),

@@ -14,15 +14,16 @@ from rich.console import Console
 
 import surgeon
 from surgeon.common import disk_space
+from surgeon.common.formatting import size
 from surgeon.common.listener import Quiet
-from surgeon.common.signed import read_signed
 from surgeon.data.packing import Mixture
 from surgeon.errors import BadInput
 from surgeon.training.losses import cached_teacher
-from surgeon.training.losses.cached_teacher import INDEX_FILE, SAID_FILE, STATE_FILE, CachedTeacher
+from surgeon.training.losses.cached_teacher import INDEX_FILE, SAID_FILE, CachedTeacher
 from surgeon.training.losses.preserving import Preserving, chunked_divergence
 from surgeon.training.losses.top_k import TopK
 from surgeon.training.places import work_folder
+from surgeon.training.saved.checkpoints import RunRecord
 from surgeon.training.steps.trainer import SurgeonTrainer
 from surgeon.training.train import rehearsal_view
 from tests.training.test_preserve import ORIGINAL, curve
@@ -60,7 +61,7 @@ def logits(count: int, size: int, seed: int) -> torch.Tensor:
     return 3 * torch.randn(count, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def coarse(log_p: torch.Tensor, log_q: torch.Tensor, k: int, how: str) -> torch.Tensor:
+def coarse(log_p: torch.Tensor, log_q: torch.Tensor, k: int) -> torch.Tensor:
     """Each token's divergence over k + 1 buckets, from the definition; tokens that p does not know are in none."""
     kept = log_p.argsort(dim=-1, descending=True)[:, :k]
     parts = []
@@ -68,42 +69,39 @@ def coarse(log_p: torch.Tensor, log_q: torch.Tensor, k: int, how: str) -> torch.
         inside = each.gather(1, kept)
         outside = each.scatter(1, kept, 0.0).sum(-1, keepdim=True)
         parts.append(torch.cat([inside, outside] if k < log_p.shape[1] else [inside], dim=-1))
-    first, second = parts if how == "kl" else parts[::-1]
+    first, second = parts
     return (first * (first / second).log()).sum(-1)
 
 
-@pytest.mark.parametrize("how", ["kl", "reverse_kl"])
-def test_the_coarsened_divergence_rises_with_k_to_the_whole_one(how: str) -> None:
+def test_the_coarsened_divergence_rises_with_k_to_the_whole_one() -> None:
     """In float64: a KL by its definition, never below 0 nor above the whole, which it reaches at k = V."""
     log_p, log_q = (logits(9, 30, seed).log_softmax(-1) for seed in (0, 1))
-    first, second = (log_p, log_q) if how == "kl" else (log_q, log_p)
-    whole = (first.exp() * (first - second)).sum(-1)
+    whole = (log_p.exp() * (log_p - log_q)).sum(-1)
     before = torch.zeros(9, dtype=torch.float64)
     for k in (1, 2, 5, 12, 29, 30):
         dealt = TopK.of(log_p.clone(), k).dealt_out(log_q)
         torch.testing.assert_close(dealt.logsumexp(-1), torch.zeros(9, dtype=torch.float64))
-        one, other = (dealt, log_q) if how == "kl" else (log_q, dealt)
-        found = (one.exp() * (one - other)).sum(-1)
-        torch.testing.assert_close(found, coarse(log_p, log_q, k, how))
+        found = (dealt.exp() * (dealt - log_q)).sum(-1)
+        torch.testing.assert_close(found, coarse(log_p, log_q, k))
         assert (found >= before - 1e-12).all()
         assert (found <= whole + 1e-12).all()
         before = found
     torch.testing.assert_close(before, whole, rtol=1e-12, atol=1e-12)
     # Of one token it is far from all.
-    assert (coarse(log_p, log_q, 1, how) < 0.8 * whole).any()
+    assert (coarse(log_p, log_q, 1) < 0.8 * whole).any()
 
 
-@pytest.mark.parametrize(("how", "old", "cap", "tau"), [("kl", 33, None, 1.7), ("reverse_kl", 40, 2.0, 1.0)])
-def test_value_and_gradients_are_the_definitions(how: str, old: int, cap: float | None, tau: float) -> None:
+@pytest.mark.parametrize(("old", "cap", "tau"), [(33, None, 1.7), (40, 2.0, 1.0)])
+def test_value_and_gradients_are_the_definitions(old: int, cap: float | None, tau: float) -> None:
     """Against autograd in float64; some rows of the head are tokens that the base does not know."""
     hidden, weight, other, teacher = (logits(n, 16, seed) / 3 for seed, n in enumerate((11, 40, 11, 40)))
     raw = [hidden.requires_grad_() @ weight.requires_grad_().T, other @ teacher[:old].T]
     log_q, log_p = ((each if cap is None else cap * torch.tanh(each / cap)).div(tau).log_softmax(-1) for each in raw)
-    expected = tau**2 * coarse(log_p, log_q[:, :old], 6, how).sum()
+    expected = tau**2 * coarse(log_p, log_q[:, :old], 6).sum()
     (expected / 3).backward()
     narrow = [each.detach().float().requires_grad_() for each in (hidden, weight)]
     kept = TopK.of(log_p.float(), 6)
-    found = chunked_divergence(*narrow, kept, cap=cap, temperature=tau, reverse=how != "kl", old=old, rows=4)
+    found = chunked_divergence(*narrow, kept, cap=cap, temperature=tau, old=old, rows=4)
     (found / 3).backward()
     for one, precise in ((found, expected), (narrow[0].grad, hidden.grad), (narrow[1].grad, weight.grad)):
         assert one is not None and precise is not None
@@ -134,21 +132,21 @@ class Killed(BaseException):
 
 def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the base speaks, with half a write behind it, and while the model trains."""
-    given = {"teacher": {"cached": 5}, "loss": "reverse_kl", "save_every": 1, "micro_batch": 1}
+    given = {"teacher": {"cached": 5}, "save_every": 1, "micro_batch": 1}
     files: list[list[bytes]] = []
-    opened, add = CachedTeacher._open, cached_teacher._Writer.add
+    opened, write = CachedTeacher._open, cached_teacher._write
     step = SurgeonTrainer.training_step
 
     def kept(self: CachedTeacher) -> None:
         opened(self)
         files.append([(self.work / name).read_bytes() for name in (SAID_FILE, INDEX_FILE)])
 
-    def cut_off(self: Any, *arguments: Any) -> None:
-        if self.sequences > 6:
-            self.said.write(b"half a record")
-            self.said.flush()
+    def cut_off(said: Any, *arguments: Any) -> None:
+        if said.tell():
+            said.write(b"half a record")
+            said.flush()
             raise Killed
-        add(self, *arguments)
+        write(said, *arguments)
 
     def third(self: Any, *arguments: Any, **more: Any) -> Any:
         if self.state.global_step == 2:
@@ -157,20 +155,25 @@ def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(CachedTeacher, "_open", kept)
     run(made, tmp_path / "whole", **given)
-    # A round of the processor later than the other run saves, at other places.
-    monkeypatch.setattr(cached_teacher, "_SAVE_SECONDS", 0.0)
-    for where, what in ((cached_teacher._Writer, {"add": cut_off}), (SurgeonTrainer, {"training_step": third})):
+    for where, name, replacement in ((cached_teacher, "_write", cut_off), (SurgeonTrainer, "training_step", third)):
         with monkeypatch.context() as patched, pytest.raises(Killed):
-            for name, replacement in what.items():
-                patched.setattr(where, name, replacement)
+            patched.setattr(where, name, replacement)
             run(made, tmp_path / "cut", **given)
-    signed = read_signed(work_folder(tmp_path / "cut") / STATE_FILE)
-    assert signed is not None and signed.here and signed.data["done"] and signed.data["sequences"] == 16
+    record = RunRecord.read(work_folder(tmp_path / "cut"))
+    assert record is not None and record.kept.keys() == {"teacher"}
+    # Changed since, it counts for nothing, and is recorded anew.
+    index = work_folder(tmp_path / "cut") / INDEX_FILE
+    content = index.read_bytes()
+    index.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(SurgeonTrainer, "training_step", third)
+        run(made, tmp_path / "cut", **given)
+    assert index.read_bytes() == content
     # From here on it is looked up alone.
     with monkeypatch.context() as patched:
         patched.setattr(Preserving, "top", None)
         run(made, tmp_path / "cut", **given)
-    assert files[0] == files[1] == files[2]
+    assert len(files) == 4 and all(each == files[0] for each in files)
     assert digests(tmp_path / "whole") == digests(tmp_path / "cut")
 
 
@@ -194,9 +197,6 @@ def test_what_cannot_be_is_refused(made: Path, tmp_path: Path, monkeypatch: pyte
             run(made, tmp_path / "run", **changes)
         return str(refused.value)
 
-    said = refusal(teacher={"cached": 8}, loss="hidden_mse")
-    assert "`hidden_mse` compares hidden states" in said
-    assert "use kl or reverse_kl, or `teacher: base`" in said
     said = refusal(teacher={"cached": 129})
     assert "`preserve.teacher.cached` is 129, and the base has 128 tokens; use 128 at most" in said
     assert "did you mean `cached`" in refusal(teacher={"cache": 8})
@@ -211,8 +211,8 @@ def test_a_dry_run_says_what_it_takes(made: Path, tmp_path: Path) -> None:
     path = config(made, **FULL | {"preserve": {"teacher": {"cached": 8}}})
     shown = surgeon.rehearse(made / "base", path, tmp_path / "run", device="cpu")
     # At most as many original sequences as 16 of a quarter and 2 more, of 23 tokens of 8 ids, 8 numbers and the rest's.
-    assert shown.teacher_bytes == 6 * 23 * 68 + 16 * 12
-    assert shown.seconds_asking > 0
+    (asking,) = shown.before
+    assert asking.seconds > 0 and asking.words.endswith(f"kept on disk: {size(6 * 23 * 68 + 16 * 12)}")
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(rehearsal_view(shown))
     assert "for what the base says, kept on disk" in console.export_text()

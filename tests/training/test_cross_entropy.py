@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from surgeon.models.load import load_model
 from surgeon.training.losses.cross_entropy import FusedHead, choose, chunked_cross_entropy
 from tests import tiny
 from tests.training.test_train import config, digests, grown
-from tests.warm import warm
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -130,15 +126,11 @@ def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
         FusedHead(model, "chunked")
 
 
-def test_which_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose("auto", tokens=8 * 2048, vocabulary=128_256, device="cuda") == "chunked"
-    assert choose("auto", tokens=4 * 24, vocabulary=128, device="cpu") == "torch"
-    with pytest.raises(BadInput, match="`cross_entropy: liger` runs on CUDA, and this run is on cpu"):
-        surgeon.train(grown(tmp_path), config(tmp_path, cross_entropy="liger"), tmp_path / "run", device="cpu")
-    assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(BadInput, match=r"unlike chunked, .* not installed; run `pip install -e '\.\[liger\]'`"):
-        choose("liger", tokens=1, vocabulary=1, device="cuda")
+def test_which_one_is_taken() -> None:
+    assert choose("auto", tokens=8 * 2048, vocabulary=128_256) == "chunked"
+    assert choose("auto", tokens=4 * 24, vocabulary=128) == "torch"
+    assert choose("torch", tokens=8 * 2048, vocabulary=128_256) == "torch"
+    assert choose("chunked", tokens=1, vocabulary=1) == "chunked"
 
 
 PEAK = """
@@ -170,34 +162,6 @@ def test_logits_are_never_all_in_memory() -> None:
     logits = 1024 * 40000 * 4
     assert chunked - nothing < 0.6 * logits
     assert whole - nothing > 1.5 * logits
-
-
-LIGER = """
-import torch
-from surgeon.training.losses.cross_entropy import chunked_cross_entropy, liger_cross_entropy
-torch.manual_seed(0)
-told = []
-labels = torch.randint(50, (10,))
-labels[3] = -100
-drawn = torch.randn(10, 16), torch.randn(50, 16)
-for loss in (chunked_cross_entropy, liger_cross_entropy):
-    given = [each.clone().requires_grad_() for each in drawn]
-    total = loss(*given, labels)
-    (total / 3).backward()
-    told.append((total.detach(), *(each.grad for each in given)))
-for found, expected in zip(*told, strict=True):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-"""
-
-
-@pytest.mark.slow
-def test_ligers_kernel_gives_the_same_in_tritons_interpreter() -> None:
-    """Without a cap, whose argument the interpreter does not pass as a kernel's launch would."""
-    pytest.importorskip("triton")
-    pytest.importorskip("liger_kernel")
-    environment: dict[str, Any] = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run([*warm(), "-c", LIGER], env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_training_with_the_loss_in_chunks_starts_at_the_bases_loss(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from surgeon.common.listener import Quiet
 from surgeon.data.packing import PackedSequence
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
-from surgeon.training.losses import fisher
+from surgeon.training.config.schema import PreserveSpec
 from surgeon.training.losses.cross_entropy import FusedHead
-from surgeon.training.losses.fisher import FISHER_FILE, Anchored, estimated
 from surgeon.training.places import work_folder
+from surgeon.training.remedies import fisher
+from surgeon.training.remedies.fisher import FISHER_FILE, Fisher, estimated
 from surgeon.training.saved.checkpoints import RunRecord
 from surgeon.training.steps.trainer import SurgeonTrainer
 from surgeon.training.train import rehearsal_view
@@ -101,7 +103,10 @@ def test_it_is_the_definitions(made: Path, how: Any) -> None:
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
     for name, each in found.items():
         torch.testing.assert_close(each.double(), expected[name], rtol=1e-3, atol=1e-3 * float(expected[name].max()))
-    anchored = Anchored(model, found, 7.0)
+    preserve = PreserveSpec(loss="fisher", weight=7.0)
+    case: Any = SimpleNamespace(loaded=SimpleNamespace(config=SimpleNamespace(preserve=preserve)))
+    anchored = Fisher(case)
+    anchored.anchor(model, found)
     births = {name: model.get_parameter(name).detach().double() for name in found}
     with torch.no_grad():
         for name in found:
@@ -223,10 +228,6 @@ def test_what_cannot_be_is_refused(made: Path, tmp_path: Path) -> None:
         sources=[ORIGINAL[0], ORIGINAL[1] | {"path": "short.jsonl", "kind": "chat"}], **asked
     )
     for preserve, words in (
-        (
-            {"loss": ["kl", "reverse_kl"]},
-            "`loss` names kl and reverse_kl, for both of which the base teaches; give one",
-        ),
         ({"loss": ["fisher", "fisher"]}, "`loss` names fisher twice"),
         ({"loss": ["kl", "fisher"], "weight": 3.0}, "`weight` 3 is one number for two terms, whose sizes differ"),
         ({"loss": "kl", "weight": {"fisher": 2.0}}, "`weight` is given for fisher, which `loss` does not name"),
@@ -261,5 +262,5 @@ def test_what_is_said(made: Path, tmp_path: Path) -> None:
     assert "fisher pulls what trained before back to its values as this run begins" in "\n".join(listener.said)
     path = config(made, sources=ORIGINAL, **given)
     rehearsal = surgeon.rehearse(made / "out", path, tmp_path / "dry", device="cpu")
-    assert rehearsal.seconds_estimating > 0
+    assert rehearsal.before[-1].words == "the Fisher information" and rehearsal.before[-1].seconds > 0
     assert rehearsal_view(rehearsal) is not None

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import surgeon
+from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.training import gate_fitting
 from surgeon.training.places import memory_folder, work_folder
@@ -43,26 +44,14 @@ operations:
 ALONE = ("native", "everything", "unsharded", "gated")
 RESUMED = {"steps": 12, "save_every": 3, "evaluate_every": 6}
 
-# What `accelerate launch --use_fsdp --fsdp_version 2` sets, with its default of loading on one process.
-ACCELERATE = {
-    "ACCELERATE_USE_FSDP": "true",
-    "ACCELERATE_MIXED_PRECISION": "no",
-    "FSDP_VERSION": "2",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_SYNC_MODULE_STATES": "true",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-}
-
 
 def torchrun() -> list[str]:
     return [*warm(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *warm()]
 
 
-def launch(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     """torchrun with two processes; the machine's cores are theirs, one each."""
-    variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run([*torchrun(), *arguments], capture_output=True, text=True, check=False, env=variables)
 
 
@@ -183,16 +172,16 @@ def test_what_one_process_finds_stops_every_process_alike(launched: Launched) ->
 
 @pytest.mark.slow
 def test_killed_shares_go_on_as_they_are_or_as_one(launched: Launched, tmp_path: Path) -> None:
-    """In bfloat16, so with masters; as `accelerate launch` starts it. To the bit by two processes again."""
+    """In bfloat16, so with masters. To the bit by two processes again."""
     out = launched.folder / "resumed" / "out"
-    path = config(launched.folder, **RESUMED)
+    path = config(launched.folder, **RESUMED, sharding="fsdp")
     arguments = ["-m", "surgeon", "train", "--device", "cpu", "--json", str(out), str(path)]
     work = work_folder(tmp_path / "run")
     begun = subprocess.Popen(
         [*torchrun(), *arguments, str(tmp_path / "run")],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | ACCELERATE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     while begun.poll() is None and (not work.is_dir() or newest_checkpoint(work) is None):
         time.sleep(0.005)
@@ -200,7 +189,7 @@ def test_killed_shares_go_on_as_they_are_or_as_one(launched: Launched, tmp_path:
     begun.terminate()  # which torchrun hands on: its processes would outlive it, were it killed
     begun.wait()
     shutil.copytree(work, work_folder(tmp_path / "other"))
-    ran = launch(*arguments, str(tmp_path / "run"), environment=ACCELERATE)
+    ran = launch(*arguments, str(tmp_path / "run"))
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "sharded over 2 processes (FSDP2)" in ran.stderr
     whole, told = launched.told("resumed"), json.loads(ran.stdout)
@@ -217,16 +206,15 @@ def test_killed_shares_go_on_as_they_are_or_as_one(launched: Launched, tmp_path:
 @pytest.mark.parametrize(
     "environment, told",
     [
-        ({"FSDP_VERSION": "1"}, "launch with `--fsdp_version 2`"),
-        ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "launch without `fsdp_offload_params`"),
-        ({"FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "say `checkpointing: true`"),
-        ({"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "bf16"}, "say `dtype: bfloat16`"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "launch without `--use_fsdp`, and say `sharding: fsdp`"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "launch without `--use_deepspeed`, and say `sharding: fsdp`"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "say `dtype: bfloat16`"),
     ],
 )
 def test_what_accelerate_launch_may_ask_for_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], told: str
 ) -> None:
-    for variable, value in (ACCELERATE | environment).items():
+    for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     out = grown(tmp_path)
     with pytest.raises(BadInput, match=told):
@@ -234,9 +222,8 @@ def test_what_accelerate_launch_may_ask_for_in_vain(
     assert not work_folder(tmp_path / "run").exists()
 
 
-def test_one_process_has_nothing_to_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = grown(tmp_path)
-    for variable, value in ACCELERATE.items():
-        monkeypatch.setenv(variable, value)
-    assert surgeon.train(out, config(tmp_path, steps=2, sharding="fsdp"), tmp_path / "run", device="cpu") is not None
-    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+def test_one_process_has_nothing_to_shard(tmp_path: Path) -> None:
+    out, listener = grown(tmp_path), Quiet()
+    asked = config(tmp_path, steps=2, sharding="fsdp")
+    assert surgeon.train(out, asked, tmp_path / "run", device="cpu", listener=listener) is not None
+    assert "one process: nothing is sharded" in listener.said

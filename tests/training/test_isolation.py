@@ -62,7 +62,7 @@ def test_what_isolates_is_found_to(family: str, dtype: str, tmp_path: Path) -> N
     assert family == "mixtral" or found.change == 0
     assert found.leaking > 0.1
     assert found.alone < 2e-2
-    assert (found.dtype, found.layer) == (dtype, None)
+    assert found.dtype == dtype
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -98,8 +98,6 @@ def test_what_is_broken_is_found_out(
     found = measured(model)
     assert not found.isolates
     assert not found.by_grafts
-    assert found.layer is not None
-    assert found.layer.startswith("layer 1" if broken.startswith("layer") else "layer 0")
     if broken.startswith("layer"):
         assert not model.model.layers[1].mlp.down_proj.weight.any()
 
@@ -161,9 +159,7 @@ def test_a_run_under_flash_attention_is_eagers(
     monkeypatch.setattr(packed_rows, "run_in_one_row", lambda _model: None)
     path = config(tmp_path, attention=FLASH, steps=3)
     for call in (surgeon.train, surgeon.rehearse):
-        with pytest.raises(
-            BadInput, match=r"packed documents see each other under .*first in layer 0 .*packing: joined"
-        ):
+        with pytest.raises(BadInput, match=r"packed documents see each other under .*packing: joined"):
             call(tmp_path / "out", path, tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 
@@ -190,9 +186,7 @@ def test_masks_get_positions_and_states_that_cross_are_refused(tmp_path: Path) -
     assert modelling.create_causal_mask is packed_rows.masking_utils.create_causal_mask
     hybrid = load_model(tiny_decoder(tmp_path / "hybrid", "lfm2_moe"))
     give_masks_positions(hybrid)
-    found = measured(hybrid)
-    assert not found.isolates
-    assert found.layer == "layer 0 (Lfm2MoeDecoderLayer, conv)"
+    assert not measured(hybrid).isolates
 
 
 def test_grafts_that_read_a_batch_and_joined_documents_are_said(tmp_path: Path) -> None:

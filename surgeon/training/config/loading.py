@@ -20,7 +20,7 @@ _OUT, _RUN = (
 )
 _BATCH = "`batch` (sequences a step, over all processes) and `micro_batch` (at a time in one process)"
 
-# What transformers, TRL, PEFT, axolotl, LLaMA-Factory and unsloth call the keys of a training file.
+# What transformers, TRL, PEFT, axolotl, LLaMA-Factory and unsloth call the keys of a training file, and former keys.
 HABITS: Mapping[str, str] = {
     **dict.fromkeys(("learning_rate", "lr"), "`optimizer.lr`"),
     **dict.fromkeys(("num_train_epochs", "num_epochs"), "`epochs`"),
@@ -49,6 +49,8 @@ HABITS: Mapping[str, str] = {
     **dict.fromkeys(("eval_steps", "eval_strategy", "evaluation_strategy"), "`evaluate_every`: steps"),
     **dict.fromkeys(("save_steps", "save_strategy"), "`save_every`: steps"),
     "logging_steps": "`log_every`",
+    "saving": "nothing: checkpoints are written between steps",
+    "blend": "the command surgeon blend, after the run",
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), "`keep_best`: the name of a source"),
     **dict.fromkeys(("lora_r", "r", "lora_rank"), "`lora.rank`"),
     "lora_alpha": "`lora.alpha`",

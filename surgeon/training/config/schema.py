@@ -18,15 +18,15 @@ MOST_LABELS = 1000
 # Values that several config formats share.
 Packing = Literal["isolated", "joined"]
 TrainingDtype = Literal["auto", "bfloat16", "float32"]
-CrossEntropy = Literal["auto", "torch", "chunked", "liger"]
+CrossEntropy = Literal["auto", "torch", "chunked"]
 
 # Larger numbers are taken for typing errors.
 MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
 
 
 # Terms of `preserve`, and their default weights; fisher's values have another size than the others'.
-PreserveLoss = Literal["kl", "reverse_kl", "hidden_mse", "fisher"]
-_DEFAULT_WEIGHTS: dict[PreserveLoss, float] = {"kl": 1.0, "reverse_kl": 1.0, "hidden_mse": 1.0, "fisher": 100.0}
+PreserveLoss = Literal["kl", "fisher"]
+_DEFAULT_WEIGHTS: dict[PreserveLoss, float] = {"kl": 1.0, "fisher": 100.0}
 _FISHER_SEQUENCES = 64
 
 
@@ -82,10 +82,7 @@ class PreserveSpec(Entry):
     ] = None
     loss: Annotated[
         PreserveLoss | Annotated[list[PreserveLoss], Field(min_length=1)],
-        Field(
-            description="kl: KL(base ‖ model); reverse_kl: KL(model ‖ base); hidden_mse: on the head's input; fisher:"
-            " EWC, without a teacher; or [kl, fisher]"
-        ),
+        Field(description="kl: KL(base ‖ model), of next tokens; fisher: EWC, without a teacher; or [kl, fisher]"),
     ] = "kl"
     on: Annotated[
         Literal["original", "all"],
@@ -119,9 +116,9 @@ class PreserveSpec(Entry):
         return self.loss if isinstance(self.loss, list) else [self.loss]
 
     @property
-    def taught(self) -> PreserveLoss | None:
-        """The term that compares the model with a teacher; None: there is no such term."""
-        return next((name for name in self.losses if name != "fisher"), None)
+    def taught(self) -> bool:
+        """Whether a term compares the model with a teacher."""
+        return "kl" in self.losses
 
     @property
     def fisher(self) -> int:
@@ -150,15 +147,6 @@ class PreserveSpec(Entry):
         """Raise ValueError for terms, weights and teacher options that do not fit each other."""
         if doubled := first_doubled(self.losses):
             raise ValueError(f"`loss` names {doubled} twice; give each term once")
-        if len(two := [name for name in self.losses if name != "fisher"]) > 1:
-            raise ValueError(
-                f"`loss` names {two[0]} and {two[1]}, for both of which the base teaches; give one of them"
-            )
-        if self.cached is not None and self.taught == "hidden_mse":
-            raise ValueError(
-                "`hidden_mse` compares hidden states, and `teacher: {cached: …}` keeps probabilities; use kl or"
-                " reverse_kl, or `teacher: base`"
-            )
         if isinstance(self.weight, dict):
             if absent := [name for name in self.weight if name not in self.losses]:
                 raise ValueError(f"`weight` is given for {absent[0]}, which `loss` does not name; leave it out")
@@ -167,7 +155,7 @@ class PreserveSpec(Entry):
                 f"`weight` {self.weight:g} is one number for two terms, whose sizes differ; give it by name, such as"
                 f" {{{', '.join(f'{name}: {_DEFAULT_WEIGHTS[name]:g}' for name in self.losses)}}}"
             )
-        unused = ("teacher", "temperature", "on") if self.taught is None else () if self.fisher else ("sequences",)
+        unused = ("teacher", "temperature", "on") if not self.taught else () if self.fisher else ("sequences",)
         defaults = type(self).model_fields
         if given := [name for name in unused if getattr(self, name) != defaults[name].default]:
             why = "for a teacher, and fisher has none" if self.fisher else "for fisher, which `loss` does not name"
@@ -338,18 +326,11 @@ class TrainConfig(Entry):
     cross_entropy: Annotated[
         CrossEntropy,
         Field(
-            description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's (CUDA); auto:"
-            " chunked where a micro-batch's logits would exceed 64 MiB, else torch"
+            description="torch: all logits at once; chunked: some tokens at a time; auto: chunked where a micro-batch's"
+            " logits would exceed 64 MiB, else torch"
         ),
     ] = "auto"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
-    saving: Annotated[
-        Literal["auto", "beside", "in_step"],
-        Field(
-            description="beside: write checkpoints while training goes on, from a copy in memory; in_step: between"
-            " steps; auto: beside on a GPU where the copy is no larger than the model, else in_step"
-        ),
-    ] = "auto"
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
     validation_sequences: Annotated[
         int | None,
@@ -467,7 +448,7 @@ def taught_alone(config: TrainConfig, source: SourceSpec, *, written: bool) -> b
     It does where the config says so, and on text that a model wrote (`written`), if `preserve` has a teacher for it.
     """
     preserve = config.preserve
-    if preserve is None or preserve.taught is None or (preserve.on == "original" and source.role != ORIGINAL):
+    if preserve is None or not preserve.taught or (preserve.on == "original" and source.role != ORIGINAL):
         return False
     return written if source.counted is None else not source.counted
 

@@ -2,23 +2,20 @@
 
 A run draws its sequences in one order, whatever its micro-batches and processes are, so all of them are known in
 advance. They are drawn twice: first for the base, which before the first step is the model itself, so no second model
-is in memory later. The first process writes. After a kill the same command continues after the last sequences that
-are safe on the disk.
+is in memory later. The first process writes. What a killed call recorded in part is recorded anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import math
 import os
-import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -29,21 +26,20 @@ from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks, is_sharded, waiting
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener
-from surgeon.common.signed import read_signed, write_signed
 from surgeon.common.work_folders import read_own
 from surgeon.data.packing import Mixture, PackedSequence, batch_of
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.training.losses.preserving import Preserving
 from surgeon.training.losses.top_k import TopK
 from surgeon.training.processes.sharding import let_go
+from surgeon.training.saved.checkpoints import RunRecord
 
-# Files of a work folder: the base's predictions, one record per token that counts; for every sequence that the run
-# draws the number of its records and two checksums; and how far both files are written, with the data's state there.
-SAID_FILE, INDEX_FILE, STATE_FILE = "teacher.bin", "teacher.index", "teacher.json"
+# Files of a work folder: the base's predictions, one record per token that counts; and for every sequence that the run
+# draws the number of its records and two checksums. They are complete where the run's record has the digest of the
+# second one under the key.
+SAID_FILE, INDEX_FILE, _KEY = "teacher.bin", "teacher.index", "teacher"
 
 _ENTRY = np.dtype([("tokens", "<u4"), ("ids", "<u4"), ("said", "<u4")])
-# Seconds between two saved states from which a killed run continues.
-_SAVE_SECONDS = 30.0
 
 
 @dataclass
@@ -104,7 +100,7 @@ class CachedTeacher:
 
     def needed_bytes(self) -> int:
         """Return the size of the files in bytes where they are complete, else their largest size."""
-        if not self._state().get("done"):
+        if not self._is_recorded():
             return self.most_bytes
         return sum((self.work / name).lstat().st_size for name in (SAID_FILE, INDEX_FILE))
 
@@ -129,31 +125,38 @@ class CachedTeacher:
         with waiting(ranks) if ranks.size > 1 else contextlib.nullcontext(ranks) as ranks:
             if ranks.leads:
                 with ranks.leading():
-                    state = self._resumed()
-                ranks.send(state)
+                    recorded = self._is_recorded()
+                ranks.send(recorded)
             else:
                 ranks.receive()
-                state = ranks.receive()
-            if not state["done"]:
-                if state["mixture"] is not None:
-                    self.mixture.restore(state["mixture"])
+                recorded = ranks.receive()
+            if not recorded:
                 listener.begin("asking the base", self.sequences, "sequences")
-                listener.advance(int(state["sequences"]))
                 with contextlib.ExitStack() as files:
-                    writer = _Writer(self, state, files) if ranks.leads else None
-                    for count, places, sequences in self._groups(int(state["sequences"]), micro_batch * ranks.size):
-                        # Groups are the same in a resumed run.
+                    names = (SAID_FILE, INDEX_FILE) if ranks.leads else ()
+                    written = [files.enter_context((self.work / name).open("wb")) for name in names]
+                    for count, places, sequences in self._groups(micro_batch * ranks.size):
                         own = sequences[ranks.rank * micro_batch : (ranks.rank + 1) * micro_batch]
                         # All processes must take part in gathering sharded weights, so one without sequences runs one.
                         runs = own or (sequences[:1] if is_sharded(preserving.model) else [])
                         said = self._recorded(preserving, runs, device) if runs else []
                         found = _gathered(said if own else [], ranks)
-                        if writer is None:
+                        if not ranks.leads:
                             ranks.receive()
                             continue
                         with ranks.leading(), writing(self.work):
-                            writer.add(count, places, sequences, found)
+                            _write(written[0], written[1], count, places, sequences, found)
                         listener.advance(count)
+                    if ranks.leads:
+                        with ranks.leading(), writing(self.work):
+                            for file in written:
+                                file.flush()
+                                os.fsync(file.fileno())
+                            record = RunRecord.read(self.work)
+                            assert record is not None
+                            record.keep(_KEY, self.work, INDEX_FILE)
+                    else:
+                        ranks.receive()
                 self.mixture.restore(begun)
                 let_go(preserving.model)
         self._open()
@@ -186,44 +189,19 @@ class CachedTeacher:
         found = (torch.from_numpy(every[name].copy()) for name in ("ids", "log_probs", "rest"))
         return TopK(*found).to(ids.device)
 
-    def _state(self, *, own: bool = False) -> dict[str, Any]:
-        """Return the saved state of the files; empty where there is none, or the files do not match it.
+    def _is_recorded(self) -> bool:
+        """Return whether the files are complete, by the run's record."""
+        record = RunRecord.read(self.work)
+        return record is not None and record.has_kept(_KEY, self.work, INDEX_FILE)
 
-        With `own` it is also empty where another user wrote it, or in another place. Only the first process checks
-        this: other processes may run on machines where this user has another key.
-        """
-        try:
-            found = read_signed(self.work / STATE_FILE)
-            state: dict[str, Any] = {} if found is None or (own and not found.here) else found.data
-            index = read_own(self.work / INDEX_FILE) or b""
-            size = (self.work / SAID_FILE).lstat().st_size if state else 0
-        except (OSError, ValueError):
-            return {}
-        kept = index[: state.get("sequences", 0) * _ENTRY.itemsize]
-        whole = size >= state.get("tokens", 0) * self._record.itemsize
-        return state if state and whole and hashlib.sha256(kept).hexdigest() == state["index"] else {}
-
-    def _resumed(self) -> dict[str, Any]:
-        """Return the state from which to continue, after cutting the files to it."""
-        state = self._state(own=True)
-        if not state:
-            state = {"done": False, "sequences": 0, "tokens": 0, "mixture": None}
-            (self.work / STATE_FILE).unlink(missing_ok=True)
-        if not state["done"]:
-            sizes = state["tokens"] * self._record.itemsize, state["sequences"] * _ENTRY.itemsize
-            for name, size in zip((SAID_FILE, INDEX_FILE), sizes, strict=True):
-                with (self.work / name).open("ab") as file:
-                    file.truncate(size)
-        return state
-
-    def _groups(self, done: int, size: int) -> Iterator[tuple[int, list[int], list[PackedSequence]]]:
-        """Draw the sequences after the first `done`, and yield them in groups with `size` sequences that are taught.
+    def _groups(self, size: int) -> Iterator[tuple[int, list[int], list[PackedSequence]]]:
+        """Draw the sequences, and yield them in groups with `size` sequences that are taught.
 
         The base teaches on some sequences only. A group is (number of sequences drawn, places
         of the taught sequences among them, the taught sequences).
         """
         count, places, kept = 0, list[int](), list[PackedSequence]()
-        for _ in range(done, self.sequences):
+        for _ in range(self.sequences):
             sequence = self.mixture.next()
             if self.taught(sequence):
                 places.append(count)
@@ -249,8 +227,7 @@ class CachedTeacher:
 
     def _open(self) -> None:
         """Read the index of the files. Raises BadInput where they are not complete."""
-        state = self._state()
-        if not state.get("done"):
+        if not self._is_recorded():
             raise BadInput(
                 f"{printable(str(self.work / SAID_FILE))}: what the base said, as the first process wrote it, is not"
                 " there for this one; train to a folder that all processes see"
@@ -259,60 +236,30 @@ class CachedTeacher:
         self._ends = np.concatenate([[0], self._index["tokens"].astype(np.int64).cumsum()])
 
 
-class _Writer:
-    """A writer that appends to a teacher's files from `state` on, and saves from time to time how far they are safe.
+def _write(
+    said: BinaryIO,
+    index: BinaryIO,
+    count: int,
+    places: Sequence[int],
+    sequences: Sequence[PackedSequence],
+    found: Sequence[NDArray[Any]],
+) -> None:
+    """Append one group of sequences to both files.
 
-    `files` closes them.
+    Args:
+        said: the file of predictions.
+        index: the file of entries.
+        count: how many sequences the group has.
+        places: the places in the group of the sequences on which the base teaches.
+        sequences: these sequences.
+        found: their records.
     """
-
-    def __init__(self, teacher: CachedTeacher, state: Mapping[str, Any], files: contextlib.ExitStack) -> None:
-        """Open both files to append; `state` has the counts of sequences and tokens that are already written."""
-        self.teacher = teacher
-        self.sequences, self.tokens = int(state["sequences"]), int(state["tokens"])
-        self.saved = time.monotonic()
-        self.digest = hashlib.sha256((read_own(teacher.work / INDEX_FILE) or b"")[: self.sequences * _ENTRY.itemsize])
-        self.said, self.index = (
-            files.enter_context((teacher.work / name).open("ab")) for name in (SAID_FILE, INDEX_FILE)
-        )
-
-    def add(
-        self, count: int, places: Sequence[int], sequences: Sequence[PackedSequence], found: Sequence[NDArray[Any]]
-    ) -> None:
-        """Append one group of sequences.
-
-        Args:
-            count: how many sequences the group has.
-            places: the places in the group of the sequences on which the base teaches.
-            sequences: these sequences.
-            found: their records.
-        """
-        entries = np.zeros(count, _ENTRY)
-        for place, sequence, records in zip(places, sequences, found, strict=True):
-            content = records.tobytes()
-            entries[place] = len(records), _sum_of(torch.tensor(sequence.ids)), zlib.crc32(content)
-            self.said.write(content)
-            self.tokens += len(records)
-        self.index.write(entries.tobytes())
-        self.digest.update(entries.tobytes())
-        self.sequences += count
-        done = self.sequences == self.teacher.sequences
-        if done or time.monotonic() - self.saved >= _SAVE_SECONDS:
-            self._save(done)
-
-    def _save(self, done: bool) -> None:
-        """Flush both files to the disk, and save the state to continue from; `done`: every sequence is written."""
-        for file in (self.said, self.index):
-            file.flush()
-            os.fsync(file.fileno())
-        state = {
-            "done": done,
-            "sequences": self.sequences,
-            "tokens": self.tokens,
-            "index": self.digest.hexdigest(),
-            "mixture": self.teacher.mixture.state(),
-        }
-        write_signed(self.teacher.work / STATE_FILE, state)
-        self.saved = time.monotonic()
+    entries = np.zeros(count, _ENTRY)
+    for place, sequence, records in zip(places, sequences, found, strict=True):
+        content = records.tobytes()
+        entries[place] = len(records), _sum_of(torch.tensor(sequence.ids)), zlib.crc32(content)
+        said.write(content)
+    index.write(entries.tobytes())
 
 
 def _gathered(own: list[NDArray[Any]], ranks: Ranks) -> list[NDArray[Any]]:

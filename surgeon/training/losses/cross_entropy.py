@@ -8,7 +8,6 @@ losses: during a training step only its head is replaced by the identity, and it
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surgeon.common.installation import lacking
 from surgeon.data.packing import IGNORED_LABEL
 from surgeon.errors import BadInput, SurgeonError
 
-CrossEntropy = Literal["torch", "chunked", "liger"]
+CrossEntropy = Literal["torch", "chunked"]
 
 # Bytes of one chunk's float32 logits: enough rows to keep a GPU busy, still 256 rows at a vocabulary of 128k tokens.
 CHUNK_BYTES = 2**27
@@ -145,39 +143,16 @@ def whole_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: 
     return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
-def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
-    """Sum the cross-entropy by liger-kernel's fused kernel; arguments are as in `chunked_cross_entropy`."""
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    total: Tensor = liger_fused_linear_cross_entropy(
-        hidden, weight, labels, ignore_index=IGNORED_LABEL, reduction="sum", softcap=cap
-    )
-    return total
-
-
-def choose(setting: str, *, tokens: int, vocabulary: int, device: str) -> CrossEntropy:
-    """Return the implementation that the config's `cross_entropy` selects for a micro-batch of `tokens` tokens.
-
-    Raises BadInput for liger without CUDA or without its package.
-    """
-    match setting:
-        case "auto":
-            return "chunked" if _FLOAT32 * tokens * vocabulary > _WHOLE_BYTES else "torch"
-        case "torch":
-            return "torch"
-        case "chunked":
-            return "chunked"
-    if device != "cuda":
-        raise BadInput(f"`cross_entropy: liger` runs on CUDA, and this run is on {device}; use auto or chunked")
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise BadInput(lacking("`cross_entropy: liger`, unlike chunked,", "liger-kernel", "liger"))
-    return "liger"
+def choose(setting: CrossEntropy | Literal["auto"], *, tokens: int, vocabulary: int) -> CrossEntropy:
+    """Return the implementation that the config's `cross_entropy` selects for a micro-batch of `tokens` tokens."""
+    if setting == "auto":
+        return "chunked" if _FLOAT32 * tokens * vocabulary > _WHOLE_BYTES else "torch"
+    return setting
 
 
 _SUMS: dict[CrossEntropy, Callable[..., Tensor]] = {
     "torch": whole_cross_entropy,
     "chunked": chunked_cross_entropy,
-    "liger": liger_cross_entropy,
 }
 
 

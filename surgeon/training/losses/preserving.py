@@ -36,12 +36,11 @@ def chunked_divergence(
     *,
     cap: float | None = None,
     temperature: float = 1.0,
-    reverse: bool = False,
     old: int | None = None,
     rows: int | None = None,
     teacher: Tensor | None = None,
 ) -> Tensor:
-    """Sum τ² KL(p ‖ q), or with `reverse` τ² KL(q ‖ p), in nats, float32, without all logits in memory.
+    """Sum τ² KL(p ‖ q) in nats, float32, without all logits in memory.
 
     p is the base's distribution, q = softmax(cap(h Wᵀ) / τ) the model's.
 
@@ -52,7 +51,6 @@ def chunked_divergence(
             temperature, for which the divergence of the coarsened distributions is summed.
         cap: a final logit soft cap.
         temperature: τ.
-        reverse: whether the model's distribution comes first.
         old: how many rows of the head the base has; None: all.
         rows: rows of logits in memory at most (default: 128 MiB of them).
         teacher: the base's own head; None: `weight`.
@@ -67,17 +65,9 @@ def chunked_divergence(
         return part.dealt_out(log_q) if isinstance(part, TopK) else _log_softmax(part, head[:old], cap, temperature)
 
     def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Return (a chunk's divergence, summed over its rows; a function that computes its gradient).
-
-        The gradient is τ (q − p), or for the reverse τ q (log q − log p − KL).
-        """
+        """Return (a chunk's divergence, summed over its rows; a function that computes its gradient)."""
         log_q = torch.log_softmax(logits.div_(temperature), dim=-1)
         log_p = says(begin, log_q[:, :old])
-        if reverse:
-            q = log_q.exp()
-            apart = log_q.sub_(log_p)
-            each = (q * apart).sum(-1, keepdim=True)
-            return each.sum() * temperature**2, lambda: apart.sub_(each).mul_(q).mul_(temperature)
         p = log_p.exp()
         each = (p * (log_p - log_q[:, :old])).sum(-1, keepdim=True)
 
@@ -103,11 +93,6 @@ def _rows_at_once(weight: Tensor) -> int:
     return max(1, CHUNK_BYTES // (_BYTES_A_LOGIT * len(weight)))
 
 
-def squared_distance(hidden: Tensor, taught: Tensor) -> Tensor:
-    """Return the squared difference, the mean over D and the sum over tokens, float32; both are N D."""
-    return (hidden.float() - taught.float()).square().mean(dim=-1).sum()
-
-
 class Preserving:
     """The term of the loss, configured by `spec`, by which the base inside a model teaches the model.
 
@@ -127,8 +112,7 @@ class Preserving:
         self.model = model
         self.teacher = head if copy is None else copy
         self.spec = spec
-        assert spec.taught is not None
-        self.weight = spec.weight_of(spec.taught)
+        self.weight = spec.weight_of("kl")
         self.rows = within.rows
         self.head = head
         self.said: Callable[[Tensor, Tensor, Tensor], TopK] | None = None
@@ -193,7 +177,15 @@ class Preserving:
             """Return the batch's weighted term from the head's input; add the unweighted term to `found`."""
             # The model may run all sequences as one row.
             hidden = hidden.reshape(*counts.shape, -1)
-            apart = self._apart(hidden[rows][chosen], taught)
+            apart = chunked_divergence(
+                hidden[rows][chosen],
+                self.head.head.weight,
+                taught,
+                cap=self.head.cap,
+                temperature=self.spec.temperature,
+                old=self.rows,
+                teacher=self.teacher.head.weight,
+            )
             self.found = self.found.to(apart.device) + apart.detach() / total
             return weight * apart
 
@@ -222,22 +214,6 @@ class Preserving:
         """Return the inputs of the base's head for some sequences of a batch, B T D."""
         with self.teacher.armed():
             return self.base.logits(**{name: batch[name][rows] for name in ("input_ids", "position_ids")})
-
-    def _apart(self, hidden: Tensor, taught: Tensor | TopK) -> Tensor:
-        """Return the unweighted term between the model's `hidden` (N D) and the base's `taught`, summed over N."""
-        if self.spec.taught == "hidden_mse":
-            assert isinstance(taught, Tensor)
-            return squared_distance(hidden, taught)
-        return chunked_divergence(
-            hidden,
-            self.head.head.weight,
-            taught,
-            cap=self.head.cap,
-            temperature=self.spec.temperature,
-            reverse=self.spec.taught == "reverse_kl",
-            old=self.rows,
-            teacher=self.teacher.head.weight,
-        )
 
     def take(self) -> Tensor:
         """Return this process's part of the unweighted term, summed over the steps since the last call."""

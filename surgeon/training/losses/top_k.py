@@ -8,12 +8,11 @@ the tokens outside S. The divergence of the coarsened distributions,
     KL_k(p ‖ q) = Σ_{i ∈ S} p_i log(p_i / q_i) + p_R log(p_R / q_R),
 
 is a KL, so it is never negative, and 0 where they agree. KL(p ‖ q) exceeds it by p_R times the KL of p and q among the
-tokens outside S (chain rule). So it is a lower bound, which rises with k and is KL(p ‖ q) itself at k = V. The same
-holds for the reverse KL.
+tokens outside S (chain rule). So it is a lower bound, which rises with k and is KL(p ‖ q) itself at k = V.
 
 It equals the plain KL between p̃ and q. p̃ has the teacher's probabilities in S, and distributes p_R outside S in the
 model's own proportions: p̃_i = p_R q_i / q_R. The gradients with respect to the logits are equal too, with p̃ as a
-constant: q − p̃, and for the reverse q (log q − log p̃ − KL).
+constant: q − p̃.
 """
 
 from __future__ import annotations

@@ -124,9 +124,8 @@ class NextTokens(Objective):
                 f" {first_line(error)}; say another `attention`, or another `dtype`"
             ) from error
         if not (found.isolates or found.by_grafts):
-            where = "" if found.layer is None else f", first in {found.layer}"
             raise BadInput(
-                f"{run.loaded.where('packing')}packed documents see each other under the attention {how}{where}:"
+                f"{run.loaded.where('packing')}packed documents see each other under the attention {how}:"
                 f" {found.shown}. Say `packing: joined`, so that they are meant to, or another `attention`: flash"
                 " attention also hands boundaries to layers that carry a state, for which they need kernels of their"
                 " own"
@@ -144,7 +143,7 @@ class NextTokens(Objective):
 
         vocabulary = int(model.config.get_text_config().vocab_size)
         tokens = run.settings.micro_batch * run.settings.length
-        kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)
+        kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary)
         if kind == "torch":
             return FusedHead(model, kind) if any(remedy.reads_head for remedy in run.remedies) else None
         return FusedHead(model, kind)

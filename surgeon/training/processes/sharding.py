@@ -9,7 +9,6 @@ device, not even for the held-out losses before the first step.
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,24 +19,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from surgeon.training.processes.launching import USE_FSDP, Sharding
-
 
 @contextlib.contextmanager
-def sharded_here() -> Iterator[None]:
-    """Hide FSDP from accelerate and transformers within the context, so that they do not load, wrap or save by it."""
-    said = os.environ.pop(USE_FSDP, None)
-    try:
-        with warnings.catch_warnings():
-            # The losses that layers return are views; nothing changes them in place, so the warning is moot.
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            yield
-    finally:
-        if said is not None:
-            os.environ[USE_FSDP] = said
+def views_allowed() -> Iterator[None]:
+    """Silence FSDP2's warning of views within the context: losses that layers return are views, and never changed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        yield
 
 
-def shard(model: Any, sharding: Sharding, *, device: torch.device) -> None:
+def shard(model: Any, *, device: torch.device) -> None:
     """Shard the model over all processes, in place; `device` is the device of this process.
 
     Gradients are reduced over processes in float32, whatever the model's dtype.
@@ -48,10 +39,10 @@ def shard(model: Any, sharding: Sharding, *, device: torch.device) -> None:
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     assert layers, model._no_split_modules
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=sharding.reshard, **options)
+        fully_shard(layer, reshard_after_forward=True, **options)
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embeddings.weight:
-        fully_shard(embeddings, reshard_after_forward=sharding.reshard, **options)
+        fully_shard(embeddings, reshard_after_forward=True, **options)
     fully_shard(model, **options)
     # Otherwise accelerate would wrap it in DDP.
     model._is_accelerate_prepared = True
@@ -64,19 +55,18 @@ def let_go(model: nn.Module) -> None:
             module.reshard()
 
 
-def gathered(state: Any, *, copy: bool = False) -> Any:
+def gathered(state: Any) -> Any:
     """Return the same nest of dictionaries, lists and tensors, with every shard gathered to a whole tensor on the CPU.
 
-    All processes call this. With `copy` all other tensors are copied to the CPU too, so that the result shares no
-    memory with `state`.
+    All processes call this.
     """
     if isinstance(state, dict):
-        return {key: gathered(value, copy=copy) for key, value in state.items()}
+        return {key: gathered(value) for key, value in state.items()}
     if isinstance(state, list):
-        return [gathered(value, copy=copy) for value in state]
+        return [gathered(value) for value in state]
     if isinstance(state, DTensor):
         return state.full_tensor().cpu()
-    return state.to("cpu", copy=True) if copy and isinstance(state, Tensor) else state
+    return state
 
 
 def dealt_out(whole: Tensor, like: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Kl(Remedy):
-    """A term of `preserve` with the base `within` the model as the teacher: kl, reverse_kl or hidden_mse."""
+    """The term of `preserve` with the base `within` the model as the teacher."""
 
     logged = "loss.preserve", "from the base"
     reads_head = True
@@ -48,23 +48,19 @@ class Kl(Remedy):
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
-        """Return the remedy where `preserve` names kl, reverse_kl or hidden_mse, else None.
+        """Return the remedy where `preserve` names kl, else None.
 
-        Raises BadInput where no source is text to teach on, the base is lost, or its vocabulary does not fit the term.
+        Raises BadInput where no source is text to teach on, the base is lost, or it has fewer tokens than
+        are to be kept of its predictions.
         """
         loaded, spec = case.loaded, case.loaded.config.preserve
-        if spec is None or spec.taught is None:
+        if spec is None or not spec.taught:
             return None
         check_original_text(loaded)
         try:
             within = _within(case, spec)
         except BadInput as error:
             raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}, or leave `preserve` out") from error
-        if within.rows is not None and spec.taught == "reverse_kl":
-            raise BadInput(
-                f"{loaded.where('preserve', 'loss')}`preserve.loss` is reverse_kl, which is infinite where the"
-                " vocabulary grew: the base gives new tokens no probability; use kl"
-            )
         vocabulary = within.rows or case.anatomy.sizes.vocabulary
         if (spec.cached or 0) > vocabulary:
             raise BadInput(
@@ -122,10 +118,10 @@ class Kl(Remedy):
             copy = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
             copy.config.use_cache = False
             run.objective.isolate(run, copy)
-            copy = copy if run.sharding is not None else copy.to(run.device)
+            copy = copy if run.sharding else copy.to(run.device)
         teacher = None if copy is None else FusedHead(copy, "torch")
         self.preserving = Preserving(model, spec, self.within, head, copy=teacher)
-        run.say(f"{how} teaches: {spec.taught} on {spec.on} text, weight {self.preserving.weight:g}")
+        run.say(f"{how} teaches: kl on {spec.on} text, weight {self.preserving.weight:g}")
         if alone := [stream.name for stream in run.data.mixture.streams if stream.packer.alone]:
             run.say(
                 f"on {', '.join(alone)} it teaches alone: cross-entropy does not count what a model wrote (`counted`)"
@@ -204,8 +200,7 @@ class Kl(Remedy):
             preserving.top({name: tensor.to(run.device) for name, tensor in batch.items()}, cached.k)
             seconds = seconds_since(begun, run.device)
         seconds *= cached.most_sequences / count
-        words = f"what the base says, kept on disk: {size(cached.most_bytes)}"
-        return Estimate(seconds, words, {"seconds_asking": seconds, "teacher_bytes": cached.most_bytes})
+        return Estimate(seconds, f"what the base says, kept on disk: {size(cached.most_bytes)}")
 
 
 def _within(case: Case, spec: PreserveSpec) -> Within:

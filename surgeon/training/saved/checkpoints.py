@@ -2,27 +2,21 @@
 
 A checkpoint's `complete.json`, written last, has the digests of its files. `run.json`, the run's record, has the digest
 of each `complete.json`. It is signed, and counts only where this user wrote it, in this place.
-
-A checkpoint may be written beside the steps: its tensors are copied at its step, and a thread writes the copy while
-later steps run. The thread only writes. All that needs other processes, the model or the optimizer is done at the step,
-by the thread that trains: gathering shards, copying, random numbers. One checkpoint is written at a time.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any
 
 from surgeon.common.signed import Signed, read_signed, write_signed
 from surgeon.common.work_folders import read_own, sync, write_durably
@@ -216,98 +210,3 @@ def file_digest(path: Path) -> str:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-Write = Callable[[], object]
-
-
-def is_beside(setting: Literal["auto", "beside", "in_step"], *, device: str, copy_bytes: int, model_bytes: int) -> bool:
-    """Return whether checkpoints are written beside the steps; `auto`: on a GPU, if the copy is not above the model.
-
-    On a CPU the copy would need memory that the steps need too, and the thread would take time from the steps.
-    """
-    return setting == "beside" or (setting == "auto" and device != "cpu" and copy_bytes <= model_bytes)
-
-
-class Saving:
-    """A writer of checkpoints' files: at once, or in a thread beside the steps that follow.
-
-    When its context ends, also by an error, nothing is being written any more. An error of the thread is raised when
-    the next step or checkpoint begins, or when the context ends without another error.
-    """
-
-    def __init__(self, *, beside: bool) -> None:
-        """Set up a writer; `beside`: files may be written in a thread beside the steps."""
-        self._allowed = beside
-        self.beside = False
-        self._writes: list[Write] = []
-        self._writing: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-    def begin(self, *, last: bool) -> None:
-        """Begin a checkpoint, after waiting for the one before; after the `last` step it is written at once.
-
-        Raises the error of writing the one before.
-        """
-        self.wait()
-        self.check()
-        self.beside = self._allowed and not last
-        self._writes = []
-
-    def add(self, write: Write) -> None:
-        """Write one file of the checkpoint by `write`: at once, or in the thread after `finish`.
-
-        Where the thread writes, the tensors that `write` refers to must not be changed.
-        """
-        if self.beside:
-            self._writes.append(write)
-        else:
-            write()
-
-    def finish(self, write: Write) -> None:
-        """Write the last file, which makes the checkpoint count; beside the steps, start the thread."""
-        self.add(write)
-        if self.beside:
-            writes, self._writes = self._writes, []
-            self._writing = self._thread.submit(_in_turn, writes)
-
-    def check(self) -> None:
-        """Raise the error of the thread, where it has ended with one."""
-        if self._writing is not None and self._writing.done():
-            over, self._writing = self._writing, None
-            over.result()
-
-    def wait(self) -> None:
-        """Wait until nothing is being written; a KeyboardInterrupt in the meantime is raised only then.
-
-        Otherwise another process could lock the folder while this one still writes to it.
-        """
-        interrupted: KeyboardInterrupt | None = None
-        while self._writing is not None and not self._writing.done():
-            try:
-                concurrent.futures.wait([self._writing])
-            except KeyboardInterrupt as error:
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wait for the thread and end it; raise its error where the context ends without another error."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
-        if error is None:
-            self.check()
-
-
-def _in_turn(writes: list[Write]) -> None:
-    """Run the writes in order, and free each, with its tensors, as soon as it is done."""
-    writes.reverse()
-    while writes:
-        writes.pop()()

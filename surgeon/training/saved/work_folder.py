@@ -94,7 +94,7 @@ def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str
     numbers = settings.to_json()
     for key in ("micro_batch", "accumulation"):
         numbers.pop(key)
-    about_memory = {"micro_batch", "checkpointing", "cross_entropy", "sharding", "saving"}
+    about_memory = {"micro_batch", "checkpointing", "cross_entropy", "sharding"}
     config = loaded.config.model_dump(mode="json", exclude={"log_every", "report_to", *about_memory})
     for source in config["sources"]:
         # The data's identity has the commit, so a run continues after its branch has moved.

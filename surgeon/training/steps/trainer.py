@@ -29,7 +29,7 @@ from surgeon.errors import Diverged
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.processes.sharding import dealt_out, gathered, let_go
 from surgeon.training.run import Run
-from surgeon.training.saved.checkpoints import Saving, best_step, complete, newest_checkpoint, step_of
+from surgeon.training.saved.checkpoints import best_step, complete, newest_checkpoint, step_of
 from surgeon.training.steps.by_document import by_document
 from surgeon.training.steps.optimizer import make_optimizer, make_schedule
 from surgeon.training.trainable.trainable_set import TrainedParameters, check_set
@@ -73,7 +73,6 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         batches: Batches[Any],
         callbacks: Sequence[TrainerCallback],
         fused: FusedHead | None,
-        saving: Saving,
     ) -> None:
         """Set up the trainer of a run.
 
@@ -85,7 +84,6 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             batches: the micro-batches of this process.
             callbacks: callbacks for transformers' Trainer.
             fused: the head that computes the loss without logits; None: the model itself computes it.
-            saving: writes checkpoints.
         """
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -99,16 +97,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.fused = fused
         # Seconds spent on evaluations and checkpoints.
         self.aside = 0.0
-        self.saving = saving
         if not run.objective.packs:
             # A head's loss is the mean over a micro-batch. All micro-batches have equally many examples, so Trainer may
             # average their losses.
             self.model_accepts_loss_kwargs = False
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as Trainer does; also after an error, return only once no checkpoint is being written."""
-        with self.saving:
-            return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Return the batches; none is fetched before the step that trains on it."""
@@ -136,7 +128,6 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run a micro-batch as Trainer does. Raises Diverged, before any update, where the loss is not finite."""
-        self.saving.check()
         with by_document():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         # After the last micro-batch the gradients are those of the whole step.
@@ -180,8 +171,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return norm
 
     def _diverged(self, what: str, value: float) -> Diverged:
-        """Return the error for a value that is not finite, after waiting for the checkpoint that is being written."""
-        self.saving.wait()
+        """Return the error for a value that is not finite."""
         kept = newest_checkpoint(Path(self.args.output_dir))
         where = f"the checkpoint of step {step_of(kept)} is kept" if kept else "there was no checkpoint yet"
         return Diverged(
@@ -218,11 +208,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if is_sharded(self.model) or self.args.should_save:
             # A sharded tensor is gathered by all processes.
             wanted = {name: held[name].detach() for name in self.parameters.published}
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in self._taken(wanted).items()}
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in gathered(wanted).items()}
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
-                write, to = safetensors.torch.save_file, folder / TRAINED_FILE
-                self.saving.add(lambda: write(tensors, to, metadata={"format": "pt"}))
+                safetensors.torch.save_file(tensors, folder / TRAINED_FILE, metadata={"format": "pt"})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the states of optimizer and schedule; with sharded weights, all processes call this.
@@ -233,15 +222,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             return
         # The same files, sharded or not: a run may go on with another number of processes.
         if is_sharded(self.model) or self.args.should_save:
-            state = self._taken(self.optimizer.state_dict())
+            state = gathered(self.optimizer.state_dict())
             if self.args.should_save:
-                write, to = torch.save, Path(output_dir) / OPTIMIZER_NAME
-                self.saving.add(lambda: write(state, to))
+                torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-    def _taken(self, state: Any) -> Any:
-        """Gather the sharded tensors in a nest, and copy all tensors where they are written while later steps run."""
-        return gathered(state, copy=self.saving.beside)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the values of all published parameters from a checkpoint; the rest keeps its values."""
@@ -266,18 +250,16 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self.aside += time.perf_counter() - begun
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint of this step through `saving`; the first process adds the data's state and its digests."""
+        """Write a checkpoint of this step; the first process adds the data's state and its digests."""
         step = self.state.global_step
         with self._aside():
-            self.saving.begin(last=step >= self.state.max_steps)
             super()._save_checkpoint(model, trial)
             if self.args.world_size > 1:
                 torch.distributed.barrier()
             if self.args.should_save:
                 folder = Path(self.args.output_dir) / f"checkpoint-{step}"
                 (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
-                best = self._best_step()
-                self.saving.finish(lambda: complete(folder, step, best))
+                complete(folder, step, self._best_step())
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, `full` trained whole, and `grown` and `twins`, of which the new parts were."""
     folder = tmp_path_factory.mktemp("blend")
     base_of(folder)
-    settings: dict[str, Any] = {"steps": 2, "save_every": 100, "evaluate_every": 100, "saving": "in_step"}
+    settings: dict[str, Any] = {"steps": 2, "save_every": 100, "evaluate_every": 100}
     surgeon.train(folder / "base", config(folder, what="all", **settings), folder / "full", device="cpu")
     for name, plan in (("grown", "neutral-residues"), ("twins", "control-llm")):
         surgeon.apply(plan, str(folder / "base"), folder / f"{name}-out")

@@ -128,7 +128,7 @@ class Remedy(Entry):
                 f"remedy {self.name}: fisher is estimated from original text, and there is none; add `replay: {{}}`, or"
                 " `replay: {share: 0}`, which reads the text and trains on none of it"
             )
-        taught = self.preserve.taught is not None and self.preserve.on == "original"
+        taught = self.preserve.taught and self.preserve.on == "original"
         if taught and (self.replay is None or not self.replay.share):
             raise ValueError(
                 f"remedy {self.name}: `preserve` teaches on original text, and nothing is replayed; add `replay: {{}}`,"
