@@ -62,6 +62,7 @@ CASES: dict[str, tuple[str, str | list[dict[str, Any]]]] = {
     "merge-adapter": ("base", [{"op": "merge_adapter", "from": "adapter"}]),
     "dequantise": ("fp8", "dequantise"),
     "upcycle-experts": ("base", "upcycle-experts"),
+    "upcycle-experts, untied": ("upcycle-experts", "untie-embeddings"),
     "upcycle-experts, mixtral": ("base", [_COPIES]),
     "upcycle-experts, granitemoeshared": ("base", [{**_SHARED, "target": "granitemoeshared"}]),
     "add-experts": ("upcycle-experts, mixtral", "add-experts"),
@@ -81,7 +82,17 @@ CASES: dict[str, tuple[str, str | list[dict[str, Any]]]] = {
     "domain-gate": ("base", "domain-gate"),
 }
 # They change the function, or have no new tensors to move.
-_AS_MADE = ("solar", "drop-", "trim-", "grow-", "merge-", "dequantise", "fold-", "control-llm/merge")
+_AS_MADE = (
+    "solar",
+    "drop-",
+    "trim-",
+    "grow-",
+    "merge-",
+    "dequantise",
+    "upcycle-experts, untied",
+    "fold-",
+    "control-llm/merge",
+)
 _BY_SEQUENCE = ("mixture-of-control", "domain-gate")
 
 

@@ -147,7 +147,7 @@ def cell(found: dict[str, Any] | None) -> str:
     if "error" in found:
         return f"ends: `{found['error']}`"
     cached = f", {found['cached']} tokens from the cache" if found["cached"] else ""
-    ties = f", ties {found['gap']:.0e} apart" if found.get("gap") else ""
+    ties = f", then {found['gap']:.0e} apart" if found.get("gap") else ""
     return f"{found['worst']:.1e}, {found['same']}/{found['tokens']}{ties}{cached}"
 
 
