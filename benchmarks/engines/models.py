@@ -122,7 +122,7 @@ def name_of(title: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]+", "-", title)
 
 
-def trained(folder: Path, seed: int) -> None:
+def trained(folder: Path, seed: int, amount: float = 0.05) -> None:
     """Move every new tensor of an output away from its birth."""
     manifest = surgeon.inspect(folder).manifest
     assert manifest is not None
@@ -131,7 +131,8 @@ def trained(folder: Path, seed: int) -> None:
     for shard in sorted(folder.glob("*.safetensors")):
         tensors = load_file(shard)
         for name in sorted(new & set(tensors)):
-            tensors[name] = tensors[name] + 0.05 * torch.randn(tensors[name].shape, generator=generator)
+            value = tensors[name]
+            tensors[name] = (value + amount * torch.randn(value.shape, generator=generator)).to(value.dtype)
         save_file(tensors, shard, metadata={"format": "pt"})
 
 
@@ -186,7 +187,9 @@ def expected(folder: Path, given: list[list[int]]) -> list[dict[str, Any]]:
     found = []
     for prompt in given:
         ids = torch.tensor([prompt])
-        made = model.generate(ids, max_new_tokens=GREEDY, min_new_tokens=GREEDY, do_sample=False, eos_token_id=None)
+        asked = {"max_new_tokens": GREEDY, "min_new_tokens": GREEDY, "do_sample": False, "eos_token_id": None}
+        # A chat may have the padding token in it, which a mask that is guessed leaves out.
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
         logs = torch.log_softmax(model(made).logits.double(), -1)[0, :-1]
         chosen = logs.gather(-1, made[0, 1:, None])[:, 0]
         cut = len(prompt) - 1

@@ -261,6 +261,7 @@ _GRANITE_HYBRID_IDLE = (
     ("shared_mlp.output_linear.weight", (HIDDEN, _IDLE)),
 )
 
+_BOTH = "llama.cpp, vLLM"
 # In the order in which they are tried.
 TARGETS: tuple[Target, ...] = (
     Target(
@@ -268,7 +269,8 @@ TARGETS: tuple[Target, ...] = (
         "Glm4MoeForCausalLM",
         "shared",
         _glm4_moe,
-        engines="llama.cpp, vLLM",
+        # vLLM reads no tied head for this class, and computes noise.
+        engines="llama.cpp, vLLM untied",
         shared=_SHARED,
         bias=_BIAS,
         balanced=False,
@@ -279,7 +281,6 @@ TARGETS: tuple[Target, ...] = (
         "Dots1ForCausalLM",
         "shared",
         _dots1,
-        engines="llama.cpp, vLLM",
         shared=_SHARED,
         bias=_BIAS,
         balanced=False,
@@ -290,7 +291,7 @@ TARGETS: tuple[Target, ...] = (
         "GraniteMoeSharedForCausalLM",
         "shared",
         _granite,
-        engines="vLLM",
+        engines=_BOTH,
         router=_STACKED_ROUTER,
         expert=_STACKED,
         words=_LINEAR,
@@ -302,7 +303,7 @@ TARGETS: tuple[Target, ...] = (
         "MixtralForCausalLM",
         "copies",
         _mixtral,
-        engines="llama.cpp, vLLM",
+        engines=_BOTH,
         router="block_sparse_moe.gate.weight",
         expert="block_sparse_moe.experts.{}.{}.weight",
         words=("w1", "w3", "w2"),
@@ -312,7 +313,7 @@ TARGETS: tuple[Target, ...] = (
         "Qwen3MoeForCausalLM",
         "copies",
         _qwen3_moe,
-        engines="llama.cpp, vLLM",
+        engines=_BOTH,
         plain="any",
     ),
     Target(
@@ -320,7 +321,7 @@ TARGETS: tuple[Target, ...] = (
         "GraniteMoeForCausalLM",
         "copies",
         _granite,
-        engines="llama.cpp, vLLM",
+        engines=_BOTH,
         router=_STACKED_ROUTER,
         expert=_STACKED,
         words=_LINEAR,
