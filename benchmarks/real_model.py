@@ -4,12 +4,12 @@
                                         [--only NAME …] [--most N]
     python -m benchmarks.real_model page
 
-BASE is a chat model; FILE are JSON lines with `text`. A call makes the rows that are missing, in an order in which
+BASE is a chat model without surgery.json (full fine-tuning of an output is not blended); FILE are JSON lines with `text`. A call makes the rows that are missing, in an order in which
 every method has its first rate and seed before any has its second, and may be stopped at any moment: a row is added to
 results/real_model.jsonl when its run is measured. NAME is the beginning of a row's name (METHOD/REMEDY/RATE/SEED).
 Every run trains 40 steps of 4 × 128 tokens; those with the remedy have a quarter of their tokens from the base (free
-chats, and answers to the shipped instructions), with the base as the teacher (KL). Runs of
-full fine-tuning are also measured half blended with the base.
+chats, and answers to the shipped instructions), with the base as the teacher (KL). Every run but
+the gate's is also measured half blended with the base.
 
 Measured on held-out text: losses; KL(base ‖ run) on the base's answers to the shipped prompts, none of which trains;
 and the shares of answers that are the base's. Differences between methods are paired by seed, at equal French.
@@ -164,7 +164,7 @@ def carry_out(run: Run, base: Path, new: Path, known: dict[str, str], work: Path
     texts = [str(held), *(f"{name}={path}" for name, path in known.items())]
     row = {"run": run._asdict(), "parameters": trained.parameters, "seconds": round(trained.seconds, 1)}
     blends: dict[str, Path] = {}
-    for share in BLENDS if run.method == "full" else ():
+    for share in () if method.gated else BLENDS:
         try:
             surgeon.write_blend(folder, work / f"blend-{share:g}", base=base, alpha=share)
         except surgeon.BadInput as error:
@@ -209,11 +209,15 @@ def over_seeds(values: Sequence[float]) -> str:
     return interval(None if found is None else {"mean": found.mean, "half": found.half})
 
 
-def points(found: Sequence[dict[str, Any]], method: str, remedy: str, seed: int) -> list[tuple[float, float]]:
-    """Return (change of French loss, KL on answers) of a method's runs and their blends, of one seed."""
+def runs_of(found: Sequence[dict[str, Any]], method: str, remedy: str, seed: int) -> list[dict[str, Any]]:
+    """Return the rows of a method's runs of one seed."""
     run = {"method": method, "remedy": remedy, "seed": seed}
-    mine = [row for row in found if run.items() <= row["run"].items()]
-    measured = [each for row in mine for each in (row, *row["blended"].values())]
+    return [row for row in found if run.items() <= row["run"].items()]
+
+
+def points(rows: Sequence[dict[str, Any]], *, blended: bool) -> list[tuple[float, float]]:
+    """Return (change of French loss, KL on answers) of runs, and where `blended` of their blends."""
+    measured = [each for row in rows for each in (row, *(row["blended"].values() if blended else ()))]
     return [(each["losses"][NEW] - each["base"][NEW], each["kept"]["kl"]["value"]) for each in measured]
 
 
@@ -221,9 +225,10 @@ def beside(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[st
     """Return a row: by how much a method moves answers more than full fine-tuning with the remedy, at equal French."""
     apart, widths = [], []
     for seed in SEEDS:
-        mine, full = (
-            frontier.envelope(points(found, name, given, seed)) for name, given in ((method, remedy), ("full", REMEDY))
-        )
+        both = [runs_of(found, name, given, seed) for name, given in ((method, remedy), ("full", REMEDY))]
+        # Blends of one method beside runs of another would differ in two things.
+        blended = all(rows and all(row["blended"] for row in rows) for rows in both)
+        mine, full = (frontier.envelope(points(rows, blended=blended)) for rows in both)
         shared = frontier.common_range(mine, full)
         if shared is not None and (difference := frontier.difference(mine, full)) is not None:
             apart.append(difference)

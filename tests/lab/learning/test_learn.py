@@ -15,6 +15,7 @@ from rich.console import Console
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.lab.learning import learn as module
 from surgeon.lab.learning.learn import learned_view
@@ -72,6 +73,14 @@ def test_by_hand_the_same_bytes_and_back(base: Path, way: str, monkeypatch: pyte
         console.print(learned_view(found))
     told = " ".join(shown.get().split())
     assert "KL a token" in told and "by hand" in told and "what it promises of the base holds" in told
+
+
+def test_an_output_is_a_base_of_which_all_trains(base: Path) -> None:
+    """What it was before its surgery is not asked for: such a run is published as it is."""
+    grown = surgeon.apply("llama-pro", base, base.parent / "grown").path
+    listener = Quiet()
+    found = learned(grown, most=True, listener=listener)
+    assert found.share == 1 and any("is not blended" in line for line in listener.said)
 
 
 def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
