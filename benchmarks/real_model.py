@@ -4,12 +4,12 @@
                                         [--only NAME …] [--most N]
     python -m benchmarks.real_model page
 
-BASE is a chat model without surgery.json (full fine-tuning of an output is not blended); FILE are JSON lines with `text`. A call makes the rows that are missing, in an order in which
-every method has its first rate and seed before any has its second, and may be stopped at any moment: a row is added to
-results/real_model.jsonl when its run is measured. NAME is the beginning of a row's name (METHOD/REMEDY/RATE/SEED).
-Every run trains 40 steps of 4 × 128 tokens; those with the remedy have a quarter of their tokens from the base (free
-chats, and answers to the shipped instructions), with the base as the teacher (KL). Every run but
-the gate's is also measured half blended with the base.
+BASE is a chat model without surgery.json (full fine-tuning of an output is not blended); FILE are JSON lines with
+`text`. A call makes the rows that are missing, in an order in which every method has its first rate and seed before any
+has its second, and may be stopped at any moment: a row is added to results/real_model.jsonl when its run is measured.
+NAME is the beginning of a row's name (METHOD/REMEDY/RATE/SEED). Every run trains 40 steps of 4 × 128 tokens; those with
+the remedy have a quarter of their tokens from the base (free chats, and answers to the shipped instructions), with the
+base as the teacher (KL). Every run but the gate's is also measured half blended with the base.
 
 Measured on held-out text: losses; KL(base ‖ run) on the base's answers to the shipped prompts, none of which trains;
 and the shares of answers that are the base's. Differences between methods are paired by seed, at equal French.
