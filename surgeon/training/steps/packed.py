@@ -67,12 +67,15 @@ def run_in_one_row(model: Any) -> None:
         apart = given.get("attention_mask") is not None or cache_in(given) is not None
         if args or apart or positions is None or positions.dim() != 2:
             return plain(*args, **given)
+        # Columns of a row are none of the one row's.
+        columns = given.pop("logits_to_keep", 0)
         row = _one_row(given, positions)
         if takes_more and (model.training or not hasattr(model, "surgery")):
             # Outside training, grafts that read a sequence reject boundaries; transformers finds them by the positions.
             row |= _boundaries(positions)
         output = plain(**row)
-        output.logits = output.logits.reshape(*positions.shape, -1)
+        logits = output.logits.reshape(*positions.shape, -1)
+        output.logits = logits[:, columns] if isinstance(columns, Tensor) else logits[:, -columns:]
         return output
 
     model.forward = forward
