@@ -28,7 +28,6 @@ PARTS = {
     "shaded": "{{ parts.shaded(name, name, [name], [(name, [0.5, none])]) }}",
     "folded": "{% call parts.folded(name) %}{{ name }}{% endcall %}",
     "figure": "{% call parts.figure(picture) %}{{ name }}{% endcall %}",
-    "figures": "{{ parts.figures([(picture, name)]) }}",
     "filters": "<p>{{ name|lines }}{{ name|count if name is number else name|replace('x', 'y') }}{{ name ~ name }}</p>",
 }
 PICTURE = Markup("<svg></svg>")
