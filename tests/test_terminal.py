@@ -84,7 +84,6 @@ def test_a_plan_may_come_from_stdin(base: Path) -> None:
             "recall BASE --tokens many --to x.jsonl",
             ["--tokens many: give a whole number, such as 200000, 200k or 1.5M"],
         ),
-        ("report BASE --routing absent.json", ["absent.json: cannot read the routing record"]),
         ("report BASE", ["no surgery.json, so this is not an output of surgeon"]),
         ("routing-report BASE --text a=absent.txt", ["absent.txt: cannot read the text"]),
         ("evaluate BASE --data absent.txt", ["absent.txt: no such file or folder"]),
