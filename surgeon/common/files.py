@@ -43,7 +43,7 @@ def read_given(path: Path, *, what: str, most: int) -> bytes:
     return content
 
 
-def digests_of(files: Iterable[Path]) -> list[str]:
+def file_digests(files: Iterable[Path]) -> list[str]:
     """Return the SHA-256 digests of files, in order."""
     found = []
     for file in files:

@@ -39,13 +39,27 @@ class FewRows:
 
         Raises BadInput for a row larger than a document may be.
         """
-        found = self._read(first, most or self._count)
-        sizes = [_size(row) for row in found]
+        count = most or self._count
+        found, sizes = self._made(first, count)
+        # Long rows may follow short ones, as where a file is sorted by length.
+        while count > 1 and sum(sizes) > MAX_DOCUMENT_BYTES:
+            count //= 2
+            found, sizes = self._made(first, count)
         for row, size in enumerate(sizes, first):
             if size > MAX_DOCUMENT_BYTES:
                 raise too_long(f"{self._where}, row {row}", "this row")
-        self._count = max(1, self._count // 2) if sum(sizes) > _PIECE else min(_ROWS, 2 * self._count)
+        self._count = max(1, count // 2) if sum(sizes) > _PIECE else min(_ROWS, 2 * self._count)
         return found
+
+    def _made(self, first: int, count: int) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return rows with their sizes; no row, of a size that none may have, where several need too much memory."""
+        try:
+            found = self._read(first, count)
+        except MemoryError:
+            if count == 1:
+                raise
+            return [], [MAX_DOCUMENT_BYTES + 1]
+        return found, [_size(row) for row in found]
 
 
 def _size(value: Any) -> int:

@@ -165,9 +165,10 @@ def _by_token(
 
 
 def _logits(model: Any, given: Mapping[str, Tensor], columns: Tensor) -> Tensor:
-    """Return the logits at some columns of a batch; a model without `logits_to_keep` computes all of them."""
+    """Return the logits at some columns of a batch; most columns, or a model without `logits_to_keep`, take all."""
     with running(model):
-        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        few = 2 * len(columns) < given["input_ids"].shape[1]
+        if few and "logits_to_keep" in inspect.signature(model.forward).parameters:
             kept: Tensor = model(**given, use_cache=False, logits_to_keep=columns).logits
             return kept
         whole: Tensor = model(**given, use_cache=False).logits

@@ -197,6 +197,14 @@ def test_rows_that_unpack_to_too_much_are_refused(tmp_path: Path, monkeypatch: p
     assert read(delta) == TEXTS
 
 
+def test_long_rows_behind_short_ones_are_made_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a file sorted by length: the child's answers stay below their limit."""
+    monkeypatch.setattr("surgeon.common.child._LONGEST", 1 << 22)
+    monkeypatch.setattr(parquet, "MAX_DOCUMENT_BYTES", 1 << 20)
+    texts = [f"w{number}" for number in range(1500)] + [f"{number}" * 20_000 for number in range(100, 300)]
+    assert read(written(tmp_path / "sorted.parquet", {"text": texts})) == texts
+
+
 def test_a_library_that_crashes_or_hangs_on_a_file_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +289,7 @@ def test_rows_of_any_type_are_measured_as_python_s_values(monkeypatch: pytest.Mo
     assert rows.answer(5, most=1) == turns[5:6]
     monkeypatch.setattr(parquet, "MAX_DOCUMENT_BYTES", 2_700_000)
     with pytest.raises(BadInput, match=r"here, row 3: this row has more than"):
-        rows.answer(2)
+        rows.answer(2 + len(rows.answer(2)))
 
 
 def saved(folder: Path, *, texts: Any = TEXTS, options: Any = None) -> Path:

@@ -18,7 +18,7 @@ from surgeon import (
     score,
     text_files,
 )
-from surgeon.common.files import digests_of
+from surgeon.common.files import file_digests
 from surgeon.common.schema import ORIGINAL
 from surgeon.errors import BadInput, printable
 from surgeon.lab.courses.config.loading import LoadedTasks, every_text, own_sources, texts_of, training_of
@@ -83,7 +83,7 @@ class Measure:
         """Return the digests of a text's files; for a dataset on the Hub its name."""
         if path.startswith(("dataset:", "split:")):
             return path
-        return digests_of(text_files(self._loaded.resolve(path)))
+        return file_digests(text_files(self._loaded.resolve(path)))
 
     def of(
         self,

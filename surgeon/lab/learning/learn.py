@@ -142,8 +142,8 @@ def learn(
     The base writes text of its own, which is replayed with the base as the teacher (KL). Two pilots choose the rate.
     New layers, fused by optimal transport, learn; with `most`, all of the base; with `exact`, new layers behind a gate,
     which is closed for what the base knows. Where nothing is gated, the run is blended with its base until it keeps the
-    base's answers. The folder TO-learn has the plan, the training file and what was decided. The same call continues an
-    interrupted one.
+    base's answers, but not where all of an output of surgeon trained. The folder TO-learn has the plan, the training
+    file and what was decided. The same call continues an interrupted one.
 
     Args:
         base: The model: a folder, or an output of surgeon for the next text.

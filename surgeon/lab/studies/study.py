@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from surgeon import Checkpoint, __version__, check_training, load_config, text_files
-from surgeon.common.files import digests_of
+from surgeon.common.files import file_digests
 from surgeon.common.listener import Listener
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
@@ -443,4 +443,4 @@ def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> s
 
 def _content(loaded: LoadedStudy, path: str) -> str | list[str]:
     """Return the digests of a text's files; for a dataset on the Hub its name."""
-    return path if path.startswith(("dataset:", "split:")) else digests_of(text_files(loaded.resolve(path)))
+    return path if path.startswith(("dataset:", "split:")) else file_digests(text_files(loaded.resolve(path)))
