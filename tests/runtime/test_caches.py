@@ -13,10 +13,12 @@ from surgeon.runtime.graft import cache_in
 from tests import tiny
 from tests.caches import CACHE
 from tests.runtime.grafting import (
+    adapters,
     both,
     control,
     every_graft_in,
     everything,
+    experts,
     gate,
     grafted,
     perturbed,
@@ -152,3 +154,19 @@ def test_a_cache_without_places_for_twins_is_refused() -> None:
     static = StaticCache(config=model.config, max_cache_len=16)
     with pytest.raises(ValueError, match=r"StaticCache has 3 places.* up to 7; pass a DynamicCache"):
         model(tokens(), **{CACHE: static})
+
+
+@pytest.mark.parametrize("what", ["adapters", "branches", "branches with adapters", "slots"])
+def test_decoding_and_prefill_read_no_number_on_the_host(what: str) -> None:
+    """On a device without values whatever reads one raises an error; control states have a test of their own."""
+    kinds = {"adapters": adapters(), "branches": control(), "branches with adapters": both(), "slots": experts()}
+    model = perturbed(grafted("llama", kinds[what]))
+    with torch.no_grad():
+        cache = cache_in(model(tokens(), use_cache=True))
+        model.to("meta")
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
+            for kept in getattr(layer, "kept", {}).values():
+                kept.update({name: each.to("meta") for name, each in kept.items()})
+        model(tokens(2, 1).to("meta"), **{CACHE: cache})
+        model(tokens(2, 9).to("meta"))

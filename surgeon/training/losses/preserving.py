@@ -141,7 +141,8 @@ class Preserving:
     def teaching(self, batch: Mapping[str, Tensor], total: int, *, anywhere: bool) -> Iterator[None]:
         """Add this batch's share of the term to the loss of a forward on `batch` within the context, in an armed head.
 
-        The loss leaves out the cross-entropy of sequences on which the base teaches alone.
+        The loss leaves out the cross-entropy of sequences on which the base teaches alone. `batch` may be on the host,
+        where it costs no waiting for the device to find which tokens count.
         `total` is the number of tokens that count in the accumulated batch, over all processes. `anywhere`: in some
         process a token of the batch counts; all processes must take part in gathering sharded weights, or none.
         """
@@ -165,12 +166,15 @@ class Preserving:
             return
         if len(rows) == 0:
             rows = rows.new_zeros(1)
-        chosen = counts[rows]
+        chosen, device = counts[rows], self.model.device
+        # The tokens that count among those of these rows.
+        places = chosen.flatten().nonzero()[:, 0].to(device)
         taught: Tensor | TopK
         if self.said is None:
-            taught = self._states(batch, rows)[chosen]
+            taught = self._states(batch, rows).flatten(0, 1)[places]
         else:
-            taught = self.said(batch[NUMBERS][rows], batch["input_ids"][rows], chosen)
+            taught = self.said(batch[NUMBERS][rows], batch["input_ids"][rows], chosen).to(device)
+        rows = rows.to(device)
         weight = self.weight / total
 
         def beside(hidden: Tensor) -> Tensor:
@@ -178,7 +182,7 @@ class Preserving:
             # The model may run all sequences as one row.
             hidden = hidden.reshape(*counts.shape, -1)
             apart = chunked_divergence(
-                hidden[rows][chosen],
+                hidden[rows].flatten(0, 1)[places],
                 self.head.head.weight,
                 taught,
                 cap=self.head.cap,
@@ -213,7 +217,8 @@ class Preserving:
     def _states(self, batch: Mapping[str, Tensor], rows: Tensor | slice) -> Tensor:
         """Return the inputs of the base's head for some sequences of a batch, B T D."""
         with self.teacher.armed():
-            return self.base.logits(**{name: batch[name][rows] for name in ("input_ids", "position_ids")})
+            given = {name: batch[name][rows].to(self.model.device) for name in ("input_ids", "position_ids")}
+            return self.base.logits(**given)
 
     def take(self) -> Tensor:
         """Return this process's part of the unweighted term, summed over the steps since the last call."""

@@ -157,20 +157,23 @@ class NextTokens(Objective):
 
         A micro-batch's share of these tokens differs from its share of the labels, by which the runtime scales.
         """
-        import torch
-
-        counts = torch.tensor([_counts(batch) for batch in batches], dtype=torch.int64, device=device)
-        together = counts.sum(dim=0)
+        # Batches are on the host still; what is moved to a device and read back would wait for the step before.
+        counts = [_counts(batch) for batch in batches]
+        together = [sum(each) for each in zip(*counts, strict=True)]
         if Ranks.of_environment().size > 1:
-            torch.distributed.all_reduce(together)
-        labels, *wholes = together.tolist()
+            import torch
+
+            summed = torch.tensor(together, dtype=torch.int64, device=device)
+            torch.distributed.all_reduce(summed)
+            together = summed.tolist()
+        labels, *wholes = together
         return [
             {
                 name: own / whole / (own_labels / labels)
                 for name, own, whole in zip((_ORIGINAL, _TASKS), owns, wholes, strict=True)
                 if whole
             }
-            for own_labels, *owns in counts.tolist()
+            for own_labels, *owns in counts
         ]
 
     def judged(self, run: Run, model: Any, held: Sequence[PackedSequence]) -> dict[str, float]:

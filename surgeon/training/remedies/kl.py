@@ -42,7 +42,7 @@ class Kl(Remedy):
         self._rehearsing = False
         # For each micro-batch of the step that did not run yet: how many tokens count in the whole step, and whether
         # one counts in this micro-batch in some process.
-        self._shares: list[tuple[int, bool]] = []
+        self._shares: list[tuple[int, bool, Mapping[str, Tensor]]] = []
         # Steps in which some token counted, since the term was last taken.
         self._steps = 0
 
@@ -153,25 +153,27 @@ class Kl(Remedy):
 
         In a rehearsal with recorded predictions, compute the predictions for the first micro-batch.
         """
-        import torch
-
         if self._rehearsing and self.cached is not None:
             # This replaces the lookup that training makes.
             found = self.preserving.top(batches[0], self.cached.k)
             self.preserving.said = lambda *_: found
-        counted = [int(self.preserving.counted(batch).sum()) for batch in batches]
-        counts = torch.tensor(counted, device=self.preserving.model.device)
+        counts = [int(self.preserving.counted(batch).sum()) for batch in batches]
         if Ranks.of_environment().size > 1:
-            torch.distributed.all_reduce(counts)
-        total = int(counts.sum())
-        self._shares = [(total, here > 0) for here in counts.tolist()]
+            import torch
+
+            summed = torch.tensor(counts, device=self.preserving.model.device)
+            torch.distributed.all_reduce(summed)
+            counts = summed.tolist()
+        total = sum(counts)
+        self._shares = [(total, here > 0, batch) for here, batch in zip(counts, batches, strict=True)]
         # Adds 1 where some token counts.
         self._steps += total > 0
 
     def loss(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the loss of a forward on the step's next micro-batch has its share of the term."""
-        total, anywhere = self._shares.pop(0)
-        return self.preserving.teaching(batch, total, anywhere=anywhere)
+        # The step's own batches, which are on the host.
+        total, anywhere, given = self._shares.pop(0)
+        return self.preserving.teaching(given, total, anywhere=anywhere)
 
     def take(self) -> float | None:
         """Return the unweighted term, the mean over the steps since the last call; None where no token counted."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -97,6 +98,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.fused = fused
         # Seconds spent on evaluations and checkpoints.
         self.aside = 0.0
+        # The sum of the losses of a step's micro-batches.
+        self._total = torch.zeros((), device=args.device)
         if not run.objective.packs:
             # A head's loss is the mean over a micro-batch. All micro-batches have equally many examples, so Trainer may
             # average their losses.
@@ -127,19 +130,14 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return self.lr_scheduler
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Run a micro-batch as Trainer does. Raises Diverged, before any update, where the loss is not finite."""
+        """Run a micro-batch as Trainer does, with the remedies' pull after the last one of a step."""
         with by_document():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         # After the last micro-batch the gradients are those of the whole step.
         for remedy in self.run.remedies if self.accelerator.sync_gradients else ():
             if (pulled := remedy.pull()) is not None:
                 loss = loss + pulled
-        # Summed over all processes, so that all stop together: if one stopped, the others would wait for it.
-        total = loss.detach().to(torch.float32, copy=True)
-        if self.args.world_size > 1:
-            torch.distributed.all_reduce(total)
-        if not bool(torch.isfinite(total)):
-            raise self._diverged("loss", float(total))
+        self._total += loss.detach().float()
         return loss
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,10 +162,20 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         super().log(logs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the gradient's norm, gathered from all shards. Raises Diverged where it is not finite."""
-        norm = gathered(super()._get_grad_norm(model, grad_norm=grad_norm))
-        if norm is not None and not bool(torch.isfinite(torch.as_tensor(norm))):
-            raise self._diverged("gradient's norm", float(norm))
+        """Return the gradient's norm, gathered from all shards; it comes last before an update.
+
+        Raises Diverged where it, or the step's loss, is not finite. Both are read at once: a device has to finish the
+        step for it.
+        """
+        norm, total = gathered(super()._get_grad_norm(model, grad_norm=grad_norm)), self._total
+        self._total = torch.zeros_like(total)
+        # Summed over all processes, so that all stop together: if one stopped, the others would wait for it.
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(total)
+        figures = {"loss": total} | ({} if norm is None else {"gradient's norm": torch.as_tensor(norm).to(total)})
+        for what, value in zip(figures, torch.stack([*figures.values()]).tolist(), strict=True):
+            if not math.isfinite(value):
+                raise self._diverged(what, value)
         return norm
 
     def _diverged(self, what: str, value: float) -> Diverged:
