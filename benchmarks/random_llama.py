@@ -18,6 +18,7 @@ def make_base(
     tied: bool,
     documents: int,
     length: int,
+    dtype: str = "float32",
 ) -> None:
     """The model with its tokenizer in `folder`, and beside it `text.txt`: so many documents of so many words.
 
@@ -38,7 +39,7 @@ def make_base(
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{number}": number for number in range(3, WORDS)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -277,6 +277,7 @@ BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").glob("*.py"))
 INSTRUMENTS = {
     "beside_trl": {"training"},
     "claims": {"lab"},
+    "gpu": {"transport"},
     "moving": {"rework", "writing"},
     "packed_isolation": {"data", "training"},
     "real_model": {"lab"},
@@ -284,7 +285,6 @@ INSTRUMENTS = {
     "scale": {"models", "writing"},
     "training_cost": {"manifest", "training"},
     "transport_cpu": {"transport"},
-    "transport_gpu": {"transport"},
     "vocabulary": {"models"},
 }
 
