@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 import surgeon  # noqa: E402
 from benchmarks.frontier import interval, table  # noqa: E402
+from surgeon.common.devices import fast_dtype  # noqa: E402
 from surgeon.common.listener import Quiet  # noqa: E402
 from surgeon.lab.evaluation.results import ModelScores, SourceScores  # noqa: E402
 from surgeon.lab.studies import frontier  # noqa: E402
@@ -43,10 +44,10 @@ STEPS, BATCH, LENGTH = 40, 4, 128
 BLENDS = (0.5,)
 SEEDS = (0, 1, 2)
 # Held-out documents of each text, and of the new text for a study.
-DOCUMENTS = 16
+DOCUMENTS = 8
 NEW = "french"
-# Of everything that is measured or written: many CPUs have no products of bfloat16.
-DTYPE = "float32"
+# Of everything that is measured or written: the checkpoint's, or float32 on CPUs without products of bfloat16.
+DTYPE = fast_dtype("auto")
 
 
 class Method(NamedTuple):
@@ -162,7 +163,8 @@ def carry_out(run: Run, base: Path, new: Path, known: dict[str, str], work: Path
     sources = [{"name": NEW, "path": str(new), "share": 1.0, "validation": 0.1}]
     held.write_text(yaml.safe_dump({"surgeon_train": 1, "steps": 1, "sources": sources}), encoding="utf-8")
     texts = [str(held), *(f"{name}={path}" for name, path in known.items())]
-    row = {"run": run._asdict(), "parameters": trained.parameters, "seconds": round(trained.seconds, 1)}
+    row: dict[str, Any] = {"run": run._asdict(), "dtype": DTYPE, "parameters": trained.parameters}
+    row["seconds"] = round(trained.seconds, 1)
     blends: dict[str, Path] = {}
     for share in () if method.gated else BLENDS:
         try:
