@@ -223,21 +223,28 @@ def points(rows: Sequence[dict[str, Any]], *, blended: bool) -> list[tuple[float
     return [(each["losses"][NEW] - each["base"][NEW], each["kept"]["kl"]["value"]) for each in measured]
 
 
-def beside(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[str]:
-    """Return a row: by how much a method moves answers more than full fine-tuning with the remedy, at equal French."""
-    apart, widths = [], []
+def differences(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[float]:
+    """Return by how much a method moves answers more than full fine-tuning with the remedy, at equal French, by seed.
+
+    A seed counts where both have runs that cover some of the same French.
+    """
+    apart = []
     for seed in SEEDS:
         both = [runs_of(found, name, given, seed) for name, given in ((method, remedy), ("full", REMEDY))]
         # Blends of one method beside runs of another would differ in two things.
         blended = all(rows and all(row["blended"] for row in rows) for rows in both)
         mine, full = (frontier.envelope(points(rows, blended=blended)) for rows in both)
-        shared = frontier.common_range(mine, full)
-        if shared is not None and (difference := frontier.difference(mine, full)) is not None:
+        if (difference := frontier.difference(mine, full)) is not None:
             apart.append(difference)
-            widths.append(shared[1] - shared[0])
+    return apart
+
+
+def beside(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[str]:
+    """Return a row of the table at equal French."""
+    apart = differences(found, method, remedy)
     result = frontier.interval(apart)
     shown = "" if result is None else interval({"mean": result.mean, "half": result.half}, signed=True)
-    return [METHODS[method].label, remedy, str(len(apart)), f"{min(widths):.2f}" if widths else "", shown]
+    return [METHODS[method].label, remedy, str(len(apart)), shown]
 
 
 def summary(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -262,7 +269,22 @@ def equal_french(found: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table of every method beside full fine-tuning with the remedy, at equal French."""
     pairs = dict.fromkeys((row["run"]["method"], row["run"]["remedy"]) for row in found)
     compared = [beside(found, *pair) for pair in pairs if pair != ("full", REMEDY)]
-    return table(["method", "with", "seeds", "range", "KL on answers"], compared, 2)
+    return table(["method", "with", "seeds", "KL on answers"], compared, 2)
+
+
+def conclusion(found: Sequence[dict[str, Any]]) -> str:
+    """Return what the rows allow to conclude: of each method with the remedy and three seeds, at equal French."""
+    said = []
+    for method in dict.fromkeys(row["run"]["method"] for row in found):
+        apart = frontier.interval(differences(found, method, REMEDY)) if method != "full" else None
+        if apart is None or apart.half is None:
+            continue
+        low, high = apart.mean - apart.half, apart.mean + apart.half
+        verdict = "moves answers less" if high < 0 else "moves answers more" if low > 0 else "is not shown to differ"
+        said.append(f"{METHODS[method].label} {verdict} ({apart.mean:+.3f} [{low:+.3f}, {high:+.3f}] nats a token)")
+    if not said:
+        return "Nothing can be concluded yet: no method has three seeds beside full fine-tuning's."
+    return f"At equal French, over three seeds, beside full fine-tuning with the same remedy: {'; '.join(said)}."
 
 
 def write_page() -> None:
@@ -270,6 +292,9 @@ def write_page() -> None:
     found = rows()
     lines = [
         f"# {__doc__.splitlines()[0]}",
+        "",
+        conclusion(found),
+        f"One chat model, one text, {STEPS} steps of {BATCH} × {LENGTH} tokens.",
         "",
         "Losses are changes from the base, in nats a token; prefix is the share of an answer before the first"
         " difference.",
