@@ -46,11 +46,16 @@ _AVERAGED = "init: {kind: ot_fusion, unaligned: average}"
 # What a type takes in the place of the above: whole periods where config.json says each layer's kind by a period, and
 # gaps whose two sides are of one kind.
 OTHERWISE = {
-    **dict.fromkeys(
-        ("falcon_h1", "gpt_neox"), {"fused": f"{{op: insert_layers, where: {{after: [0, 1]}}, {_AVERAGED}}}"}
-    ),
-    **dict.fromkeys(("bamba", "lfm2"), {"fused": f"{{op: insert_layers, where: {{after: [0, 3]}}, {_AVERAGED}}}"}),
-    "deepseek_v3": {"fused": f"{{op: insert_layers, where: {{after: [1, 2]}}, {_AVERAGED}}}"},
+    **{
+        name: {"fused": f"{{op: insert_layers, where: {{after: [{below}, {above}]}}, {_AVERAGED}}}"}
+        for name, below, above in (
+            ("bamba", 0, 3),
+            ("deepseek_v3", 1, 2),
+            ("falcon_h1", 0, 1),
+            ("gpt_neox", 0, 1),
+            ("lfm2", 0, 3),
+        )
+    },
     # Channels of embeddings per layer, whose order stands outside the layers.
     "gemma4_text": {
         "fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion, unaligned: average}}",
@@ -79,8 +84,8 @@ benchmarks/published_configs.py, which is written as its maker published it (siz
 and every stored buffer random), and a plan for each operation. Every output is verified (every byte; logits of prefill
 and cached generation in bfloat16 and float32) and, where it promises to be the base, reverted to every byte of it.
 † are layers of which some modules are averaged as they stand (Gemma 4's channels of embeddings per layer, whose order
-stands outside the layers; DBRX's experts, in the rows of matrices; state spaces, convolutions, latents, fused heads). `exact` and `rounding` are promises that held,
-`none` is an operation that promises nothing; numbers are reasons below.
+stands outside the layers; DBRX's experts, in the rows of matrices; state spaces, convolutions, latents, fused heads).
+`exact` and `rounding` are promises that held, `none` is an operation that promises nothing; numbers are reasons below.
 {otherwise}
 `published.jsonl` has each row's day, versions and seconds.
 """

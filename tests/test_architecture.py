@@ -284,7 +284,6 @@ INSTRUMENTS = {
     "scale": {"models", "writing"},
     "training_cost": {"manifest", "training"},
     "transport_cpu": {"transport"},
-    "transport_gpu": {"transport"},
     "vocabulary": {"models"},
 }
 
