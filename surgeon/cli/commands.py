@@ -17,7 +17,7 @@ import surgeon
 from surgeon._version import __version__
 from surgeon.cli.entries import AsJson, Declared, Group, QuietOption, command, shown
 from surgeon.cli.failures import Debug, console, listening, print_json, show, sigterm_interrupts
-from surgeon.cli.spellings import SPELLINGS, complete_shipped_or_swept
+from surgeon.cli.spellings import SPELLINGS, complete_shipped
 from surgeon.common.distributed import Ranks, forget_leftovers, joined
 from surgeon.common.interrupting import interrupt
 from surgeon.errors import BadInput, printable
@@ -326,18 +326,15 @@ def schema(
     training: Annotated[bool, typer.Option("--training", help="the schema of training configs")] = False,
     tasks: Annotated[bool, typer.Option("--tasks", help="the schema of tasks files")] = False,
     study: Annotated[bool, typer.Option("--study", help="the schema of studies")] = False,
-    sweep: Annotated[bool, typer.Option("--sweep", help="the schema of sweeps")] = False,
 ) -> None:
     """Print the JSON schema of plans, which editors use to complete YAML."""
     short()
-    given = {"--training": training, "--tasks": tasks, "--study": study, "--sweep": sweep}
+    given = {"--training": training, "--tasks": tasks, "--study": study}
     chosen = [name for name, is_given in given.items() if is_given]
     if len(chosen) > 1:
         raise BadInput(f"{' and '.join(chosen)} exclude each other; give one of them")
     if study:
         from surgeon.lab.studies.config.loading import json_schema
-    elif sweep:
-        from surgeon.plan.sweep import json_schema
     elif tasks:
         from surgeon.lab.courses.config.loading import json_schema
     elif training:
@@ -349,19 +346,16 @@ def schema(
 
 @command()
 def plans(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="print this plan, or the points of this sweep", autocompletion=complete_shipped_or_swept),
-    ] = None,
-    whole: Annotated[bool, typer.Option("--all", help="list variants, sweeps and papers' experiments too")] = False,
+    name: Annotated[str | None, typer.Argument(help="print this plan", autocompletion=complete_shipped)] = None,
+    whole: Annotated[bool, typer.Option("--all", help="list variants and papers' experiments too")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the shipped plans and sweeps, or print a plan to start from, or a sweep with the command of each point."""
+    """List the shipped plans, or print a plan to start from."""
     short()
     from surgeon.plan import shipped
 
     if as_json:
-        print_json(shipped.names() if name is None else shipped.texts(name))
+        print_json(shipped.shipped_plans() if name is None else {name: shipped.text_of(name)})
     elif name is None:
         console().print(shipped.plans_view(shipped.described(), whole=whole))
     else:
