@@ -18,7 +18,7 @@ from surgeon._version import __version__
 from surgeon.cli.entries import AsJson, Declared, Group, QuietOption, command, shown
 from surgeon.cli.failures import Debug, console, listening, print_json, show, sigterm_interrupts
 from surgeon.cli.spellings import SPELLINGS, complete_shipped
-from surgeon.common.distributed import Ranks, forget_leftovers, joined
+from surgeon.common.distributed import Ranks, forget_leftovers
 from surgeon.common.interrupting import interrupt
 from surgeon.errors import BadInput, printable
 
@@ -92,16 +92,15 @@ def apply(
 ) -> None:
     """Grow BASE by PLAN into the new folder OUT; the same command continues an interrupted run.
 
-    Under torchrun (`torchrun --nproc-per-node N --no-python surgeon apply …`) N processes share the layers to compute.
     `surgeon apply --delta DELTA BASE OUT` applies a delta to its base instead.
     """
+    if Ranks.of_environment().size > 1:
+        raise BadInput("torchrun: `surgeon apply` runs in one process; `surgeon train` takes several")
     if delta:
         from surgeon.rework.apply_delta import applied_delta_view
 
         if overrides:
             raise BadInput("--set changes a plan, and --delta applies none; leave one of them out")
-        if not Ranks.of_environment().leads:
-            return
         kept = {name: given[name] for name in ("revision", "link", "trust_remote_code") if name in given}
         with listening(quiet) as listener:
             put = surgeon.apply_delta(plan, base, out, **kept, listener=listener)
@@ -109,10 +108,9 @@ def apply(
         return
     from surgeon.writing.apply import applied_view
 
-    with joined() as ranks, listening(quiet or not ranks.leads) as listener:
-        applied = surgeon.apply(_plan(plan, overrides), base, out, **given, listener=listener, ranks=ranks)
-    if ranks.leads:
-        show(applied, applied_view, as_json=as_json, quiet=quiet)
+    with listening(quiet) as listener:
+        applied = surgeon.apply(_plan(plan, overrides), base, out, **given, listener=listener)
+    show(applied, applied_view, as_json=as_json, quiet=quiet)
 
 
 shown(
@@ -455,8 +453,6 @@ def _plan(given: str, overrides: Sequence[str] | None) -> LoadedPlan:
         return loaded_plan(given, overrides)
     from surgeon.common.yaml import LARGEST_FILE, decoded
 
-    if Ranks.of_environment().size > 1:
-        raise BadInput("PLAN -: torchrun starts several processes, and stdin has the plan once; give a file")
     if sys.stdin.isatty():
         raise BadInput("PLAN -: stdin is the terminal; redirect a plan to it, or give a file")
     source = "<stdin>"
