@@ -66,7 +66,6 @@ OTHERWISE = {
     },
     # Experts that nobody has described how to align.
     "dbrx": {"fused": "{op: insert_layers, where: {after: [0, 1]}, init: {kind: ot_fusion, unaligned: average}}"},
-    "zamba2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
 }
 
 
@@ -104,9 +103,14 @@ _BESIDE = "`form: shared` (modules beside the MLP)"
 # A line that none of them has, or two, ends a run: somebody has to look at it.
 KINDS = (
     Kind(
-        "runs a block that layers share",
-        "a shared block is tied, and its cache kept, by the number of a layer, and a branch has none",
-        "the layers without it, or `expansion: stack`",
+        "so nothing can be aligned",
+        "transport aligns query, key, value, output, gate, up and down, and this kind of layer has none of them",
+        "init `average` or `copy`",
+    ),
+    Kind(
+        "layers share a block .*none can be added",
+        "a shared block is tied, and its cache kept, by the numbers of layers, so the stack keeps its layers",
+        "adapters, slots or control states",
     ),
     Kind(
         "no two neighbours of this model are alike",

@@ -16,12 +16,11 @@ from surgeon.anatomy.attention_heads import heads_move
 from surgeon.anatomy.composing import activation_in, composition_of
 from surgeon.anatomy.derived import derive, read_otherwise
 from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
-from surgeon.anatomy.growth import grown, layer_axis, shared_places
+from surgeon.anatomy.growth import grown, layer_axis
 from surgeon.anatomy.quantised import left_out, renumbered, skips
 from surgeon.anatomy.rows_of_ids import rows_of_ids
 from surgeon.anatomy.running import run_cached
 from surgeon.anatomy.seen import Seen
-from surgeon.anatomy.shared import shared_in
 from surgeon.anatomy.silence import some_tokens
 from surgeon.anatomy.skeleton import Skeleton, build
 from surgeon.anatomy.stream_blocks import told_class
@@ -30,7 +29,6 @@ from surgeon.anatomy.widening import Growth, growths, inner_fields
 from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.cache import digest_of
 from surgeon.common.devices import one_thread
-from surgeon.common.formatting import show
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput
 from surgeon.grafts.composition import FFN, Composition
@@ -196,15 +194,7 @@ class Derivation:
         `modules` are the grafts' modules, which stay in full precision also where the base is quantised. Raises
         BadInput where no such config exists.
         """
-        composition, shared = self.composition, shared_in(self.seen.skeleton)
-        odd = [twin for twin in twins if shared is not None and shared.owner[order[twin]] is not None]
-        if shared is not None and odd:
-            free = [index for index, source in enumerate(order) if shared.owner[source] is None]
-            raise BadInput(
-                f"layer {odd[0]} runs a block that layers share (`{shared.paths[0]}`): transformers ties it, and keeps"
-                f" its cache, by the number of a layer, which a branch does not have; choose `layers` among"
-                f" {show(free)}, or use `expansion: stack`"
-            )
+        composition = self.composition
         head = head_with_grafts(composition, trunk)
         made = copy.deepcopy(dict(trunk))
         if twins:
@@ -240,16 +230,6 @@ class Derivation:
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
         """Return a copy of the base's config grown to the layers `order`, as `grown` in growth.py describes."""
         return copy.deepcopy(grown(self.seen.config, self.seen.skeleton, order, trunk))
-
-    @kept
-    def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the tensors of blocks that layers share in a model whose layer `n` is like base layer `order[n]`.
-
-        By each tensor's name: its name in the base, and the numbers of the new model's layers that compute with it.
-        Raises BadInput where these cannot be determined.
-        """
-        names, heads = self.seen.names, self.seen.derived.heads
-        return shared_places(self.seen.config, self._grown(order), order, names.outer, names.stem, heads=heads)
 
     @kept
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
