@@ -14,7 +14,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from surgeon.anatomy.attention_heads import heads_move
 from surgeon.anatomy.composing import activation_in, composition_of
-from surgeon.anatomy.derived import derive, read_otherwise
+from surgeon.anatomy.derived import derive
 from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.anatomy.growth import grown, layer_axis
 from surgeon.anatomy.quantised import left_out, renumbered, skips
@@ -82,19 +82,14 @@ class Derivation:
 
     @property
     def evidence(self) -> str:
-        """A line with what was proven of the model type, and the date where the proof comes from the cache.
-
-        It also names config.json fields that transformers reads with another value.
-        """
+        """A line with what was proven of the model type, and the date where the proof comes from the cache."""
         found = self._evidence()
         return found if self.is_new else f"{found} (on {self.day}, kept in the cache)"
 
     @kept
     def _evidence(self) -> str:
-        """Return the findings in one line, with the config.json fields that transformers reads otherwise."""
-        skeleton = self.seen.skeleton
-        misread = read_otherwise(self.seen.config, skeleton.model.config, skeleton.path)
-        return f"{self.seen.derived.evidence}; {misread}" if misread else self.seen.derived.evidence
+        """Return the findings in one line."""
+        return self.seen.derived.evidence
 
     @property
     @kept

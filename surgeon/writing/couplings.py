@@ -133,7 +133,7 @@ class Maps:
             raise BadInput(f"transport maps {', '.join(whole.names)}: {error}") from error
         self._keep(whole.query, found.query, query[0])
         self._keep(whole.key, found.key, key[0])
-        self._keep(whole.value, found.value, value[0])
+        self._keep(whole.value, found.key, value[0])
 
     def _rows(self, coupling: Coupling) -> tuple[Tensor, Tensor]:
         """Return (lower, upper): a coupling's rows of the lower layer after T_in, and of the upper layer."""
