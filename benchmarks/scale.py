@@ -1,15 +1,14 @@
-"""Cost as work grows: layers, shards, tensors and processes, each alone, with everything else as it is.
+"""Cost as work grows: layers, shards and tensors, each alone, with everything else as it is.
 
     python benchmarks/scale.py --work DIR [--rounds 1] [--only SERIES …]
 
 Small checkpoints of random bfloat16 weights, of which one thing grows: layers 8 → 126, shards 1 → 191 of the same
-tensors, tensors 300 → 50,000 (experts of one shape), processes 1 → 4 of one `apply` that computes. On each of the first
-three: preview of a plan that puts a branch beside every fourth layer, `apply` of it with shards hard-linked and copied,
-`verify --static` and `verify --streamed`. Each is a fork of a process that has imported what it needs, so that the work
-alone is measured, after a preview that leaves in the cache what is known of the family: processor seconds, those of
-helpers that it starts with them (the least of the rounds), and what the peak of the resident set is above its
-beginning; of several processes the seconds of all and the highest of their peaks. Linked and copied, written by one
-process and by several, every file must have the same bytes: checked here.
+tensors, tensors 300 → 50,000 (experts of one shape). On each: preview of a plan that puts a branch beside every fourth
+layer, `apply` of it with shards hard-linked and copied, `verify --static` and `verify --streamed`. Each is a fork of a
+process that has imported what it needs, so that the work alone is measured, after a preview that leaves in the cache
+what is known of the family: processor seconds, those of helpers that it starts with them (the least of the rounds), and
+what the peak of the resident set is above its beginning. Linked and copied, every file must have the same bytes:
+checked here.
 
 With `--only` the other series are what results/scale.json has of them.
 
@@ -26,12 +25,10 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import struct
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +38,15 @@ from measuring import machine
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import surgeon
-from surgeon.common import distributed
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SERIES: dict[str, tuple[int, ...]] = {
     "layers": (8, 64, 126),
     "shards": (1, 96, 191),
     "experts": (2, 256, 512),
-    "processes": (1, 2, 4),
 }
 GRAFT = "surgeon: 1\noperations:\n  - {op: control_llm, layers: {every: 4}}\n"
-GROWTH = "surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [0, 15, 31, 47]}, init: {kind: ot_fusion}}\n"
-# Layers of the series of shards and processes, and of experts.
+# Layers of the series of shards, and of experts.
 DEPTH, SPARSE_DEPTH = 64, 32
 Sizes = dict[str, list[int]]
 
@@ -234,42 +228,9 @@ def proven(base: Path, out: Path, **options: Any) -> None:
     assert found.holds, [check for check in found.checks if not check.holds]
 
 
-def by_processes(base: Path, plan: Path, room: Path, counts: tuple[int, ...]) -> dict[int, dict[str, Any]]:
-    """The same `apply` by one process and by several, as torchrun starts them."""
-    found: dict[int, dict[str, Any]] = {}
-    for count in counts:
-        out, port = room / f"by-{count}", _free_port()
-        shutil.rmtree(out, ignore_errors=True)
-
-        def work(rank: int, count: int = count, out: Path = out, port: int = port) -> None:
-            if count > 1:
-                given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-                os.environ |= {key: str(value) for key, value in given.items()}
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            with distributed.joined() as ranks:
-                surgeon.apply(plan, base, out, device="cpu", ranks=ranks)
-
-        found[count] = {"apply, computed": spent_in(*(partial(work, rank) for rank in range(count)))}
-        print("processes", count, found[count], flush=True)
-        same(room / f"by-{counts[0]}", out)
-    return found
-
-
-def _free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return int(trial.getsockname()[1])
-
-
-def measured(series: str, points: tuple[int, ...], work: Path, plans: dict[str, Path]) -> list[dict[str, Any]]:
+def measured(series: str, points: tuple[int, ...], work: Path, plan: Path) -> list[dict[str, Any]]:
     """One round of a series: for each point its amount and what each command takes."""
     found = []
-    if series == "processes":
-        base = work / "processes"
-        if not base.exists():
-            write(base, *dense(DEPTH, 256), 4)
-        by_count = by_processes(base, plans["growth"], work, points)
-        return [{"amount": count, "spent": by_count[count]} for count in points]
     for point in points:
         layers = point if series == "layers" else DEPTH
         config, sizes = sparse(SPARSE_DEPTH, point) if series == "experts" else dense(layers, 256)
@@ -277,7 +238,7 @@ def measured(series: str, points: tuple[int, ...], work: Path, plans: dict[str, 
         if not base.exists():
             write(base, config, sizes, point if series == "shards" else 4)
         amount = len(sizes) if series == "experts" else point
-        found.append({"amount": amount, "spent": on_one(base, plans["graft"], work)})
+        found.append({"amount": amount, "spent": on_one(base, plan, work)})
         print(series, amount, found[-1]["spent"], flush=True)
     return found
 
@@ -357,17 +318,15 @@ def main() -> None:
     if work.exists() and any(work.iterdir()):
         parser.error(f"--work {work}: not empty, and it is removed afterwards")
     work.mkdir(parents=True, exist_ok=True)
-    plans = {"graft": work / "graft.yaml", "growth": work / "growth.yaml"}
-    plans["graft"].write_text(GRAFT)
-    plans["growth"].write_text(GROWTH)
+    plan = work / "graft.yaml"
+    plan.write_text(GRAFT)
     os.environ |= {"SURGEON_CACHE": str(work / "cache"), "OMP_NUM_THREADS": "1"}
     # What the forks would import otherwise, each anew.
     import torch
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
-    import surgeon.models.compare_streamed
-    import surgeon.writing.compute  # noqa: F401
+    import surgeon.models.compare_streamed  # noqa: F401
 
     torch.set_num_threads(1)
     chosen = [series for series in SERIES if series in arguments.only]
@@ -375,7 +334,7 @@ def main() -> None:
         rounds: dict[str, list[list[dict[str, Any]]]] = {series: [] for series in chosen}
         for _ in range(arguments.rounds):
             for series in chosen:
-                rounds[series].append(measured(series, SERIES[series], work, plans))
+                rounds[series].append(measured(series, SERIES[series], work, plan))
     finally:
         shutil.rmtree(work, ignore_errors=True)
     arguments.results.mkdir(parents=True, exist_ok=True)
@@ -387,7 +346,7 @@ def main() -> None:
     about = (
         f"`python benchmarks/scale.py --rounds {arguments.rounds}`: {machine()}; Python {platform.python_version()};"
         f" load at the end {os.getloadavg()[0]:.1f}. Imports are in no figure. Every file of what was hard-linked and"
-        " what was copied, and of what one process wrote and several, had the same bytes."
+        " what was copied had the same bytes."
     )
     text = "\n".join(["# Cost as work grows", "", about, "", "![seconds and memory](scale.svg)", "", *tables(found)])
     (arguments.results / "scale.md").write_text(text)

@@ -63,15 +63,13 @@ from surgeon.operations.pmoe_experts import RouterLoss as RouterLoss
 from surgeon.plan.plan import LoadedPlan as LoadedPlan
 from surgeon.plan.plan import json_schema as json_schema
 from surgeon.plan.plan import load_plan as load_plan
+from surgeon.plan.plan import overrides_of as overrides_of
 from surgeon.plan.plan import parse_plan as parse_plan
-from surgeon.plan.shipped import FoundPlan as FoundPlan
 from surgeon.plan.shipped import find_plan as find_plan
-from surgeon.plan.shipped import find_sweep as find_sweep
 from surgeon.plan.shipped import load_named as load_named
 from surgeon.plan.shipped import shipped_plans as shipped_plans
 from surgeon.plan.shipped import shipped_studies as shipped_studies
 from surgeon.plan.shipped import shipped_tasks as shipped_tasks
-from surgeon.plan.sweep import overrides_of as overrides_of
 from surgeon.rework.apply_delta import apply_delta as apply_delta
 from surgeon.rework.make_delta import make_delta as make_delta
 from surgeon.rework.merge import merge as merge

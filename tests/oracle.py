@@ -73,8 +73,7 @@ def cases() -> list[Case]:
     """What is tried: (kind of case, base, plan)."""
     from surgeon.plan import shipped
 
-    found: list[Case] = [("shipped", "", name) for name in shipped.names()]
-    found += [("shipped", "", name) for name in shipped.points()]
+    found: list[Case] = [("shipped", "", name) for name in shipped.shipped_plans()]
     found += [("family", family, plan) for family in tiny.FAMILIES for plan in STRUCTURES]
     found += [("decoder", kind, plan) for kind in DECODERS for plan in STRUCTURES]
     found += [("image", kind, plan) for kind in IMAGE_TEXT for plan in ("copy", "fused", "branch", "adapters", "slots")]

@@ -282,7 +282,7 @@ INSTRUMENTS = {
     "packed_isolation": {"data", "training"},
     "real_model": {"lab"},
     "remedies": {"lab"},
-    "scale": {"models", "writing"},
+    "scale": {"models"},
     "training_cost": {"manifest", "training"},
     "transport_cpu": {"transport"},
     "vocabulary": {"models"},

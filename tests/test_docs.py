@@ -34,7 +34,6 @@ from surgeon.cli.entries import ENTRIES
 from surgeon.common.yaml import parse_yaml
 from surgeon.lab.studies.config.loading import load_study
 from surgeon.operations import OPERATIONS
-from surgeon.plan.shipped import find_sweep, swept
 from surgeon.training import gate_fitting
 from tests import quoted, reference_pages, tiny
 from tests.decoders import tiny_decoder
@@ -177,12 +176,6 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
         return
     if "surgeon_study" in asked:
         load_study(path)
-        return
-    if "surgeon_sweep" in asked:
-        loaded = find_sweep(path)
-        assert loaded is not None, where
-        for found in swept(loaded).values():
-            surgeon.preview(found.path, str(folder / "base-model"), overrides=found.overrides)
         return
     if "surgeon_train" in asked:
         # As it stands, but for a moment: two steps of two short sequences, or of epochs next to nothing.

@@ -127,7 +127,7 @@ def test_data_on_stdout_is_json_alone(base: Path) -> None:
     shown = CliRunner().invoke(app, ["preview", "pmoe", str(base), "--json"])
     assert json.loads(shown.stdout)["promise"] == "exact"
     named = CliRunner().invoke(app, ["plans", "--json"])
-    assert json.loads(named.stdout) == shipped.names()
+    assert json.loads(named.stdout) == shipped.shipped_plans()
     plan = CliRunner().invoke(app, ["plans", "solar", "--json"])
     assert json.loads(plan.stdout)["solar"].startswith("# SOLAR")
 

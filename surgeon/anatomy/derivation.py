@@ -12,17 +12,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
 
 from pydantic import JsonValue, TypeAdapter
 
+from surgeon.anatomy.attention_heads import heads_move
 from surgeon.anatomy.composing import activation_in, composition_of
-from surgeon.anatomy.derived import derive, read_otherwise
-from surgeon.anatomy.family import Space
+from surgeon.anatomy.derived import derive
 from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
-from surgeon.anatomy.growth import grown, layer_axis, shared_places
-from surgeon.anatomy.inner_spaces import heads_move, inner_spaces
+from surgeon.anatomy.growth import grown, layer_axis
 from surgeon.anatomy.quantised import left_out, renumbered, skips
 from surgeon.anatomy.rows_of_ids import rows_of_ids
 from surgeon.anatomy.running import run_cached
 from surgeon.anatomy.seen import Seen
-from surgeon.anatomy.shared import shared_in
 from surgeon.anatomy.silence import some_tokens
 from surgeon.anatomy.skeleton import Skeleton, build
 from surgeon.anatomy.stream_blocks import told_class
@@ -31,7 +29,6 @@ from surgeon.anatomy.widening import Growth, growths, inner_fields
 from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.cache import digest_of
 from surgeon.common.devices import one_thread
-from surgeon.common.formatting import show
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput
 from surgeon.grafts.composition import FFN, Composition
@@ -85,19 +82,14 @@ class Derivation:
 
     @property
     def evidence(self) -> str:
-        """A line with what was proven of the model type, and the date where the proof comes from the cache.
-
-        It also names config.json fields that transformers reads with another value.
-        """
+        """A line with what was proven of the model type, and the date where the proof comes from the cache."""
         found = self._evidence()
         return found if self.is_new else f"{found} (on {self.day}, kept in the cache)"
 
     @kept
     def _evidence(self) -> str:
-        """Return the findings in one line, with the config.json fields that transformers reads otherwise."""
-        skeleton = self.seen.skeleton
-        misread = read_otherwise(self.seen.config, skeleton.model.config, skeleton.path)
-        return f"{self.seen.derived.evidence}; {misread}" if misread else self.seen.derived.evidence
+        """Return the findings in one line."""
+        return self.seen.derived.evidence
 
     @property
     @kept
@@ -161,23 +153,6 @@ class Derivation:
         return heads_move(self.seen, self.seen.derived.kind_of[layer])
 
     @kept
-    def spaces(self, layer: int) -> tuple[Space, ...]:
-        """Return the spaces inside base layer `layer` whose units can change places, by suffix, as tried on a twin.
-
-        A space is left out where one of its tensors is stored differently from how it is in memory.
-        """
-        seen, kind = self.seen, self.seen.derived.kind_of[layer]
-        if seen.packed[kind]:
-            return ()
-        back = {name: suffix for suffix, name in seen.places(kind).items()}
-        found = inner_spaces(seen.config, seen.skeleton, seen.firsts[kind][0], seen.skeleton.sizes.heads)
-        return tuple(
-            space._replace(slots=tuple(slot._replace(suffix=back[slot.suffix]) for slot in space.slots))
-            for space in found
-            if back.keys() >= {slot.suffix for slot in space.slots}
-        )
-
-    @kept
     def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the shape (out × in) of each linear module of base layer `layer`, by its path in the layer.
 
@@ -214,15 +189,7 @@ class Derivation:
         `modules` are the grafts' modules, which stay in full precision also where the base is quantised. Raises
         BadInput where no such config exists.
         """
-        composition, shared = self.composition, shared_in(self.seen.skeleton)
-        odd = [twin for twin in twins if shared is not None and shared.owner[order[twin]] is not None]
-        if shared is not None and odd:
-            free = [index for index, source in enumerate(order) if shared.owner[source] is None]
-            raise BadInput(
-                f"layer {odd[0]} runs a block that layers share (`{shared.paths[0]}`): transformers ties it, and keeps"
-                f" its cache, by the number of a layer, which a branch does not have; choose `layers` among"
-                f" {show(free)}, or use `expansion: stack`"
-            )
+        composition = self.composition
         head = head_with_grafts(composition, trunk)
         made = copy.deepcopy(dict(trunk))
         if twins:
@@ -258,16 +225,6 @@ class Derivation:
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
         """Return a copy of the base's config grown to the layers `order`, as `grown` in growth.py describes."""
         return copy.deepcopy(grown(self.seen.config, self.seen.skeleton, order, trunk))
-
-    @kept
-    def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the tensors of blocks that layers share in a model whose layer `n` is like base layer `order[n]`.
-
-        By each tensor's name: its name in the base, and the numbers of the new model's layers that compute with it.
-        Raises BadInput where these cannot be determined.
-        """
-        names, heads = self.seen.names, self.seen.derived.heads
-        return shared_places(self.seen.config, self._grown(order), order, names.outer, names.stem, heads=heads)
 
     @kept
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -144,61 +144,3 @@ def _title(key: Any, skeleton: Skeleton, index: int, left: list[str]) -> str:
     blocks = [type(child).__name__ for _, child in skeleton.layers[index].named_children()]
     shown = ", ".join(dict.fromkeys(listed)) or ", ".join(name for name in blocks if "Norm" not in name)
     return f"{shown}, {left[0]} not quantised" if left else shown
-
-
-# Fields that do not describe the model, or are not compared.
-_NOT_READ = frozenset({"architectures", "auto_map", "model_type", "transformers_version"})
-_MOST = 60
-
-
-def read_otherwise(config: Mapping[str, Any], made: Any, path: Sequence[str]) -> str:
-    """Return a sentence on config.json fields that transformers' config object has with another value; empty for none.
-
-    The text part is at `path`. A default for null, a value that switches something off, or a new spelling does not
-    count as a difference.
-    """
-    # JSON has no infinity.
-    parts: list[tuple[str, Any, Any]] = [("", made._decode_special_floats(dict(config)), made)]
-    for key in path:
-        name, part, read = parts[-1]
-        inner = part.get(key)
-        parts.append((f"{name}{key}.", inner if isinstance(inner, Mapping) else {}, getattr(read, key, None)))
-    found = [each for name, part, read in parts for each in _of_part(name, part, read)]
-    more = f", and {len(found) - 1} more so" if found[1:] else ""
-    return (
-        f"config.json: {found[0]}{more}, as another field overrules it: surgery follows transformers" if found else ""
-    )
-
-
-def _of_part(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
-    """Yield a sentence for each field of a config's part that transformers reads with another value."""
-    for key, value in part.items():
-        if key in _NOT_READ or key.startswith("_") or isinstance(value, Mapping):
-            continue
-        try:
-            read = getattr(made, key)
-        except LOAD_FAILURES:
-            # No field of this class, or one that differs from layer to layer.
-            continue
-        if not _same(value, read):
-            yield f"transformers reads `{name}{printable(key)}` as {_shown(read)}, not {_shown(value)}"
-
-
-def _same(value: Any, read: Any) -> bool:
-    """Return whether transformers' value `read` means the same as config.json's `value`.
-
-    A default for null, an empty or false value, a dtype, and a list in which words are only renamed count as the same.
-    """
-    if value is None or not read or isinstance(read, Mapping) or type(read).__module__ == "torch":
-        return value is None or not read or isinstance(read, Mapping) or str(read) == f"torch.{value}"
-    if isinstance(read, tuple | list) and isinstance(value, list):
-        pairs = set(zip(map(str, value), map(str, read), strict=False))
-        words = all(isinstance(each, str) for each in (*value, *read))
-        renamed = words and len(pairs) == len({old for old, _ in pairs}) == len({new for _, new in pairs})
-        return len(value) == len(read) and (list(read) == value or renamed)
-    return bool(value == read)
-
-
-def _shown(value: Any) -> str:
-    """Return a value as printable text for a message, with at most `_MOST` characters."""
-    return printable(str(value), _MOST)

@@ -2,10 +2,6 @@
 
 A field may hold an entry for each layer, name layers by number, or count them from one end. Its meaning is not guessed:
 the grown model is built on the meta device, and each of its layers must be of the intended kind.
-
-The new places of tensors in blocks that layers share are found on twins. Such a block may hold separate tensors for
-each layer that runs it, numbered inside the block (adapters of Zamba 2). With more layers there are more of these
-tensors, with other numbers. Gradients show which of a block's tensors a layer computes with.
 """
 
 from __future__ import annotations
@@ -18,12 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from surgeon.anatomy.kinds import described_kinds, holds_numbers, numbered, period_of
-from surgeon.anatomy.shared import Shared, first_of_another, shared_in, within
-from surgeon.anatomy.silence import captured
+from surgeon.anatomy.shared import shared_in
 from surgeon.anatomy.skeleton import Skeleton, build
-from surgeon.anatomy.twin import twin_of
-from surgeon.common.devices import one_thread
-from surgeon.common.formatting import show, show_layers
+from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
 
 # Fields that may count layers from the bottom or the top, or be the number of one.
@@ -76,29 +69,31 @@ def grown(
     layer must be right: what is built there is not used. Raises BadInput naming the first layer that comes out as
     another kind, where no reading of the config's fields is right, or a tensor outside the layers that cannot follow.
     """
-    part = part_of(config, skeleton.path)
-    kinds, shared = described_kinds(skeleton), shared_in(skeleton)
+    if shared := shared_in(skeleton):
+        raise BadInput(
+            f"config.json: layers share a block (`{shared[0]}`), which transformers ties, and whose cache it keeps, by"
+            " their numbers: none can be added or taken out, or get a branch; use adapters, slots or control states"
+        )
+    part, kinds = part_of(config, skeleton.path), described_kinds(skeleton)
     wanted = [kinds[source] for source in order]
     worst, found, others = -1, "", list[Any]()
     for trial in itertools.islice(_trials(part, skeleton, order), _MOST_TRIALS):
         made, words = _with_part(config, skeleton.path, trial), ""
         try:
             built = build(made)
-            wrong = _first_other(built, wanted, len(order) if trunk is None else trunk, shared)
+            wrong = _first_other(built, wanted, len(order) if trunk is None else trunk)
         except BadInput as error:
             wrong, words = 0, str(error)
         else:
-            if wrong is None and trunk is None:
-                wrong, words = first_of_another(built, shared, order)
             if wrong is None:
                 _check_outside(skeleton, built)
                 return made
-            made_kinds = described_kinds(built, shared.paths if shared is not None else ())
-            words = words or _difference(made_kinds[wrong], wanted[wrong]) if wrong < len(made_kinds) else ""
+            made_kinds = described_kinds(built)
+            words = _difference(made_kinds[wrong], wanted[wrong]) if wrong < len(made_kinds) else ""
             others = others or made_kinds
         if wrong > worst:
             worst, found = wrong, words
-    advice = _advice(kinds, others, shared)
+    advice = _advice(kinds, others)
     if trunk is not None and trunk <= worst < len(others):
         like = [index for index, kind in enumerate(kinds) if kind == others[worst]]
         if like:
@@ -110,14 +105,8 @@ def grown(
     )
 
 
-def _advice(kinds: Sequence[Any], others: Sequence[Any], shared: Shared | None) -> str:
+def _advice(kinds: Sequence[Any], others: Sequence[Any]) -> str:
     """Return advice where layers cannot be at the requested places; `others` are the kinds of the model tried."""
-    if shared is not None and len({*shared.owner} - {None}) > 1:
-        free = [index for index, owner in enumerate(shared.owner) if owner is None]
-        return (
-            f"layers take turns with the {len({*shared.owner} - {None})} blocks that they share: change as many of them"
-            f" together as there are blocks, or others alone ({show_layers(free)})"
-        )
     if others and not set(kinds) & set(others):
         return (
             "its code computes something of every layer from how many there are, so use adapters, slots or control"
@@ -162,9 +151,9 @@ def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
         )
 
 
-def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int, shared: Shared | None) -> int | None:
+def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int) -> int | None:
     """Return the number of the first layer that is not of the wanted kind; None where all are."""
-    made = described_kinds(built, shared.paths if shared is not None else ())
+    made = described_kinds(built)
     # Lists that only one of the two configs has do not make kinds different.
     for index, (one, other) in enumerate(zip(made, wanted, strict=False)):
         common = {key for key, _ in one[1]} & {key for key, _ in other[1]}
@@ -291,96 +280,3 @@ def grown_part(
         else:
             made[key] = copy.deepcopy(value)
     return made | {key: value for key, value in counted.items() if key not in made}
-
-
-# Maps a tensor's name in a grown model to its name in the base and the layers that compute with it.
-Places = dict[str, tuple[str, tuple[int, ...]]]
-
-
-def shared_places(
-    config: Mapping[str, Any],
-    grown: Mapping[str, Any],
-    order: Sequence[int],
-    outer: Mapping[str, str],
-    stem: str,
-    *,
-    heads: int,
-) -> Places:
-    """Return the tensors of shared blocks in a model of the config `grown`, by name on disk, as `Places`.
-
-    Layer `n` is like layer `order[n]` of the base. `outer` maps names on disk of the base's tensors outside the layers
-    to names in memory; layers are stored as `{stem}{i}.…`. Raises BadInput where a block is not stored once, under the
-    model's own names, or where the tensors that layers use cannot be determined.
-    """
-    base = twin_of(config, heads=heads)
-    found = places_between(base, twin_of(grown, heads=heads), order)
-    stack = f"{base.stack}."
-    named = {target: name for name, target in outer.items() if target.startswith(stack)}
-    blocks = shared_in(base)
-    owners = {str(owner) for owner in blocks.owner} if blocks is not None else set()
-    odd = [
-        name
-        for target, name in named.items()
-        if name != stem + target.removeprefix(stack) or target.removeprefix(stack).partition(".")[0] not in owners
-    ]
-    odd += [source for source, _ in found.values() if source not in named]
-    if odd:
-        raise BadInput(
-            f"{printable(odd[0])}: a block that several layers run is not stored once, under the name that it has in"
-            " the lowest of them, so other layers cannot be described; save the model with transformers once, or use"
-            " operations that leave the layers as they are"
-        )
-    return {stem + name.removeprefix(stack): (named[source], users) for name, (source, users) in sorted(found.items())}
-
-
-def places_between(base: Skeleton, result: Skeleton, order: Sequence[int]) -> Places:
-    """Return the places of shared blocks' tensors between two twins, by names in memory.
-
-    Layer `n` of `result` is like layer `order[n]` of `base`. Empty where no layers share a block. Raises BadInput where
-    the twins' blocks do not correspond.
-    """
-    shared = shared_in(base)
-    if shared is None:
-        return {}
-    found = shared_in(result, shared.paths)
-    before, after = _used(base, shared.paths), _used(result, shared.paths)
-    sizes, larger = ({name: value.shape for name, value in each.model.state_dict().items()} for each in (base, result))
-    places: dict[str, tuple[str, list[int]]] = {}
-    for index, source in enumerate(order):
-        owner, old = found.owner[index] if found is not None else None, shared.owner[source]
-        if owner is None or old is None:
-            continue
-        pairs = list(zip(before[source], after[index], strict=False))
-        whole = [(f"{result.stack}.{owner}.{new}", f"{base.stack}.{old}.{was}") for was, new in pairs]
-        fits = len(before[source]) == len(after[index]) and all(larger[one] == sizes[two] for one, two in whole)
-        for name, was in whole:
-            held, users = places.setdefault(name, (was, []))
-            users.append(index)
-            fits = fits and held == was
-        if not fits:
-            raise BadInput(
-                f"on twins layer {index} computes with other tensors of a shared block than layer {source} of the base"
-                " does, so the layers of this model cannot change; use operations that leave them as they are"
-            )
-    return {name: (was, tuple(users)) for name, (was, users) in places.items()}
-
-
-def _used(twin: Skeleton, paths: Sequence[str]) -> dict[int, list[str]]:
-    """Return, for each layer with a block at `paths`, the block's tensors that its output depends on, in order."""
-    import torch
-
-    held = {
-        index: {name: value for name, value in layer.named_parameters(remove_duplicate=False) if within(name, paths)}
-        for index, layer in enumerate(twin.layers)
-    }
-    runs = captured(twin, [index for index, tensors in held.items() if tensors])
-    used: dict[int, list[str]] = {}
-    for index, run in runs.items():
-        draws = torch.Generator().manual_seed(0)
-        with one_thread(), torch.enable_grad():
-            output = run.output()
-            (output * torch.randn(output.shape, generator=draws)).sum().backward()
-        used[index] = [n for n, value in held[index].items() if value.grad is not None and bool(value.grad.any())]
-        for parameter in twin.model.parameters():
-            parameter.grad = None
-    return used

@@ -97,16 +97,9 @@ def holds_numbers(key: str, value: list[Any], count: int) -> bool:
     )
 
 
-def described_kinds(
-    skeleton: Skeleton, shared: Sequence[str] | None = None
-) -> list[tuple[Signature, tuple[tuple[str, str], ...]]]:
-    """Return, for each layer, a description that is equal for layers of one kind.
-
-    `shared` are the paths of blocks that layers share (None: the blocks that this model's layers share).
-    """
-    if shared is None:
-        found = shared_in(skeleton)
-        shared = found.paths if found is not None else ()
+def described_kinds(skeleton: Skeleton) -> list[tuple[Signature, tuple[tuple[str, str], ...]]]:
+    """Return, for each layer, a description that is equal for layers of one kind."""
+    shared = shared_in(skeleton)
     return [(signature(layer, shared), own) for layer, own in zip(skeleton.layers, entries(skeleton), strict=True)]
 
 

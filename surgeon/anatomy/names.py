@@ -109,7 +109,7 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
             beyond.setdefault(index, []).append(suffix)
             continue
         known = [found[2] for target in targets if target in held and (found := below.fullmatch(target))]
-        if shared is not None and known and all(within(each, shared.paths) for each in known):
+        if known and all(within(each, shared) for each in known):
             outer[name] = targets[0]
         else:
             layers[index][suffix] = tuple(known)

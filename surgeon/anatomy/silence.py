@@ -87,9 +87,8 @@ class Run:
 def silences(twin: Skeleton, layers: list[int]) -> dict[int, Silence]:
     """Return what silences each of these layers of a twin; the twin's weights are unchanged afterwards."""
     runs, shared = captured(twin, layers), shared_in(twin)
-    paths = shared.paths if shared is not None else ()
     return {
-        index: _search(runs[index], paths) if index in runs else _refused("it does not run on text alone")
+        index: _search(runs[index], shared) if index in runs else _refused("it does not run on text alone")
         for index in layers
     }
 

@@ -137,8 +137,7 @@ class Blueprint:
     dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     # The sizes that operations changed and that layers share, by their config field (`with_fields`).
     resized: Mapping[str, int] = field(default_factory=dict)
-    # By operation number, the tensors of the base that the operation left behind: tensors of towers next to the text
-    # model, and what only a dropped layer used of a block that it shared with others.
+    # By operation number, the tensors of towers next to the text model that the operation left behind.
     left_behind: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     # Whether config.json differs from the base's in more than the number of layers: another class, or other parts.
     converted: bool = False

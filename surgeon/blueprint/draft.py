@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgeon.anatomy.anatomy import Anatomy, LayerKind, layer_of
+from surgeon.anatomy.anatomy import Anatomy, LayerKind
 from surgeon.anatomy.family import MOST_LAYERS, with_fields
 from surgeon.anatomy.grafted_config import native_config
 from surgeon.blueprint.blueprint import (
@@ -275,7 +275,7 @@ class Draft:
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors, extend the config, and return the blueprint.
 
-        Raises BadInput where a tensor cannot be made: it has a wrong shape, is quantised, or is shared and changed.
+        Raises BadInput where a tensor cannot be made: it has a wrong shape, or is quantised.
         """
         grafted = any(layer.grafts for layer in self.layers)
         config = self.converted
@@ -285,7 +285,7 @@ class Draft:
         config = with_fields(config, self.anatomy.derivation.path, self.widths)
         outer = [Output(name, each.recipe, each.operation) for name, each in self.outer.items()]
         known = len(self.anatomy.outer)
-        outputs, unused = self._with_shared([*self._with_parts(outer[:known], config), *outer[known:]])
+        outputs = [*self._with_parts(outer[:known], config), *outer[known:]]
         for edit in self.config_edits.values():
             config = edit(config)
         for index, layer in enumerate(self.layers):
@@ -323,7 +323,7 @@ class Draft:
             code_files=(CODE_FILE,) if grafted else (),
             dropped=dict(self.dropped),
             resized=dict(self.widths),
-            left_behind=({len(self.records) - 1: left} if left else {}) | unused,
+            left_behind={len(self.records) - 1: left} if left else {},
             converted=self.converted is not None,
         )
 
@@ -380,36 +380,6 @@ class Draft:
             return found.grown((*range(layers), layers - 1)), layers + 1
         except BadInput:
             return self.config, layers
-
-    def _with_shared(self, outputs: list[Output]) -> tuple[list[Output], dict[int, tuple[str, ...]]]:
-        """Return (outputs, left): the tensors outside the layers, and the tensors that only dropped layers used.
-
-        Blocks that layers share move to their new owners. A new layer that has its own tensors in such a block gets
-        copies of the tensors of the layer that it is like. `left` is by operation. Raises BadInput where the plan
-        changes a tensor that would move.
-        """
-        shared = {output.name: output for output in outputs if layer_of(output.name) is not None}
-        order, last = [layer.like for layer in self.layers], self._last_of_depth
-        if not shared or last is None:
-            return outputs, {}
-        number = {layer.base: index for index, layer in enumerate(self.layers) if layer.base is not None}
-        made = [output for output in outputs if output.name not in shared]
-        places = self.anatomy.derivation.shared_places(order)
-        for name, (source, users) in places.items():
-            output, (stem, index, suffix) = shared[source], layer_of(source) or ("", 0, "")
-            if all(self.layers[user].base is None for user in users):
-                made.append(Output(name, output.recipe, self.layers[users[0]].operation))
-            elif name == f"{stem}{number.get(index)}.{suffix}":
-                made.append(Output(name, output.recipe, output.operation))
-            elif isinstance(output.recipe, Copy):
-                made.append(Output(name, whole(output.recipe), last))
-            else:
-                raise BadInput(
-                    f"{printable(source)}: has another place in the new order of layers, and the plan also changes it;"
-                    " make two plans, one that changes it and one that moves layers"
-                )
-        left = tuple(sorted(shared.keys() - {source for source, _ in places.values()}))
-        return made, {last: left} if left else {}
 
     @property
     def _last_of_depth(self) -> int | None:

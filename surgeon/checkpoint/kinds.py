@@ -20,7 +20,6 @@ Kind = Literal[
     "a tasks file",
     "a data file",
     "a study",
-    "a sweep",
     "a checkpoint",
     "an output of surgeon",
     "a delta",
@@ -37,7 +36,6 @@ _FORMATS: dict[str, Kind] = {
     "surgeon_continual": "a tasks file",
     "surgeon_data": "a data file",
     "surgeon_study": "a study",
-    "surgeon_sweep": "a sweep",
 }
 _FORMAT = re.compile(r"^[{\s]*[\"']?(surgeon(?:_[a-z]+)?)[\"']?\s*:", re.MULTILINE)
 _MOST_READ = 1_000_000

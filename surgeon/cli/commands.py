@@ -17,8 +17,8 @@ import surgeon
 from surgeon._version import __version__
 from surgeon.cli.entries import AsJson, Declared, Group, QuietOption, command, shown
 from surgeon.cli.failures import Debug, console, listening, print_json, show, sigterm_interrupts
-from surgeon.cli.spellings import SPELLINGS, complete_shipped_or_swept
-from surgeon.common.distributed import Ranks, forget_leftovers, joined
+from surgeon.cli.spellings import SPELLINGS, complete_shipped
+from surgeon.common.distributed import Ranks, forget_leftovers
 from surgeon.common.interrupting import interrupt
 from surgeon.errors import BadInput, printable
 
@@ -92,16 +92,15 @@ def apply(
 ) -> None:
     """Grow BASE by PLAN into the new folder OUT; the same command continues an interrupted run.
 
-    Under torchrun (`torchrun --nproc-per-node N --no-python surgeon apply …`) N processes share the layers to compute.
     `surgeon apply --delta DELTA BASE OUT` applies a delta to its base instead.
     """
+    if Ranks.of_environment().size > 1:
+        raise BadInput("torchrun: `surgeon apply` runs in one process; `surgeon train` takes several")
     if delta:
         from surgeon.rework.apply_delta import applied_delta_view
 
         if overrides:
             raise BadInput("--set changes a plan, and --delta applies none; leave one of them out")
-        if not Ranks.of_environment().leads:
-            return
         kept = {name: given[name] for name in ("revision", "link", "trust_remote_code") if name in given}
         with listening(quiet) as listener:
             put = surgeon.apply_delta(plan, base, out, **kept, listener=listener)
@@ -109,10 +108,9 @@ def apply(
         return
     from surgeon.writing.apply import applied_view
 
-    with joined() as ranks, listening(quiet or not ranks.leads) as listener:
-        applied = surgeon.apply(_plan(plan, overrides), base, out, **given, listener=listener, ranks=ranks)
-    if ranks.leads:
-        show(applied, applied_view, as_json=as_json, quiet=quiet)
+    with listening(quiet) as listener:
+        applied = surgeon.apply(_plan(plan, overrides), base, out, **given, listener=listener)
+    show(applied, applied_view, as_json=as_json, quiet=quiet)
 
 
 shown(
@@ -326,18 +324,15 @@ def schema(
     training: Annotated[bool, typer.Option("--training", help="the schema of training configs")] = False,
     tasks: Annotated[bool, typer.Option("--tasks", help="the schema of tasks files")] = False,
     study: Annotated[bool, typer.Option("--study", help="the schema of studies")] = False,
-    sweep: Annotated[bool, typer.Option("--sweep", help="the schema of sweeps")] = False,
 ) -> None:
     """Print the JSON schema of plans, which editors use to complete YAML."""
     short()
-    given = {"--training": training, "--tasks": tasks, "--study": study, "--sweep": sweep}
+    given = {"--training": training, "--tasks": tasks, "--study": study}
     chosen = [name for name, is_given in given.items() if is_given]
     if len(chosen) > 1:
         raise BadInput(f"{' and '.join(chosen)} exclude each other; give one of them")
     if study:
         from surgeon.lab.studies.config.loading import json_schema
-    elif sweep:
-        from surgeon.plan.sweep import json_schema
     elif tasks:
         from surgeon.lab.courses.config.loading import json_schema
     elif training:
@@ -349,19 +344,16 @@ def schema(
 
 @command()
 def plans(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="print this plan, or the points of this sweep", autocompletion=complete_shipped_or_swept),
-    ] = None,
-    whole: Annotated[bool, typer.Option("--all", help="list variants, sweeps and papers' experiments too")] = False,
+    name: Annotated[str | None, typer.Argument(help="print this plan", autocompletion=complete_shipped)] = None,
+    whole: Annotated[bool, typer.Option("--all", help="list variants and papers' experiments too")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the shipped plans and sweeps, or print a plan to start from, or a sweep with the command of each point."""
+    """List the shipped plans, or print a plan to start from."""
     short()
     from surgeon.plan import shipped
 
     if as_json:
-        print_json(shipped.names() if name is None else shipped.texts(name))
+        print_json(shipped.shipped_plans() if name is None else {name: shipped.text_of(name)})
     elif name is None:
         console().print(shipped.plans_view(shipped.described(), whole=whole))
     else:
@@ -461,8 +453,6 @@ def _plan(given: str, overrides: Sequence[str] | None) -> LoadedPlan:
         return loaded_plan(given, overrides)
     from surgeon.common.yaml import LARGEST_FILE, decoded
 
-    if Ranks.of_environment().size > 1:
-        raise BadInput("PLAN -: torchrun starts several processes, and stdin has the plan once; give a file")
     if sys.stdin.isatty():
         raise BadInput("PLAN -: stdin is the terminal; redirect a plan to it, or give a file")
     source = "<stdin>"

@@ -16,21 +16,14 @@ def _complete_plan(incomplete: str) -> list[str]:
     folder, start = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     beside = sorted(folder.glob("*")) if incomplete and folder.is_dir() else []
     files = [f"{path}/" if path.is_dir() else str(path) for path in beside if path.name.startswith(start)]
-    return [*_complete_shipped(incomplete), *files]
+    return [*complete_shipped(incomplete), *files]
 
 
-def _complete_shipped(incomplete: str) -> list[str]:
+def complete_shipped(incomplete: str) -> list[str]:
     """Return completions: shipped plans."""
     from surgeon.plan import shipped
 
-    return [name for name in shipped.names() if name.startswith(incomplete)]
-
-
-def complete_shipped_or_swept(incomplete: str) -> list[str]:
-    """Return completions: shipped plans and sweeps."""
-    from surgeon.plan import shipped
-
-    return [name for name in [*shipped.names(), *shipped.sweeps()] if name.startswith(incomplete)]
+    return [name for name in shipped.shipped_plans() if name.startswith(incomplete)]
 
 
 def _complete_study(incomplete: str) -> list[str]:

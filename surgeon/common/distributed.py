@@ -15,32 +15,17 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# A rank may wait long for another rank's transport maps or for rank 0's read-back of a large model. If a rank dies,
-# torchrun notices and ends the others.
+# A rank may wait long for rank 0's work on a large model. If a rank dies, torchrun notices and ends the others.
 _LONGEST_WAIT = datetime.timedelta(days=2)
 _RANK = ("RANK", "WORLD_SIZE")
 
 
 class Elsewhere(SurgeonError):
-    """An error on another rank, with its exit code; a `momentary` error may pass (a full disk)."""
+    """An error on another rank, with its exit code."""
 
-    def __init__(self, message: str, exit_code: int = 2, *, momentary: bool = False) -> None:
+    def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        self.momentary = momentary
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Elsewhere, (str(self), self.exit_code)
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of one rank's share: reports of transport maps by shard file, or an error's text and exit code."""
-
-    maps: dict[str, dict[str, Any]]
-    error: str | None = None
-    exit_code: int = 2
-    momentary: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,11 +51,6 @@ class Ranks:
         """Whether this process owns the output and writes to the terminal."""
         return self.rank == 0
 
-    @property
-    def local_device(self) -> str | None:
-        """The CUDA device that torchrun assigns to this process; None if it is the only process."""
-        return f"cuda:{os.environ['LOCAL_RANK']}" if self.size > 1 and "LOCAL_RANK" in os.environ else None
-
     def send(self, message: Any) -> None:
         """Send a message from rank 0 to all others; does nothing for a single process."""
         if self.size > 1:
@@ -82,29 +62,12 @@ class Ranks:
         _distributed().broadcast_object_list(box, src=0, group=self.group)
         return _opened(box[0])
 
-    def gather(self, report: Report) -> list[Report]:
-        """Return the reports of all ranks, on every rank.
-
-        Raises Elsewhere for the first rank whose report is an error.
-        """
-        if self.size == 1:
-            reports = [report]
-        else:
-            reports = [report] * self.size
-            _distributed().all_gather_object(reports, report, group=self.group)
-        for found in reports:
-            if found.error is not None:
-                raise Elsewhere(found.error, found.exit_code, momentary=found.momentary)
-        return reports
-
     @contextmanager
     def leading(self) -> Iterator[None]:
         """Surround, on rank 0, the work that the others wait for, and send them its outcome."""
         try:
             yield
             self.send(None)
-        except Elsewhere:  # `gather` has already raised it on the others
-            raise
         except SurgeonError as error:
             self.send(Elsewhere(str(error), error.exit_code))
             raise
@@ -119,21 +82,6 @@ def forget_leftovers() -> None:
     if not (address and port and rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         for name in (*_RANK, "LOCAL_RANK"):
             os.environ.pop(name, None)
-
-
-@contextmanager
-def joined() -> Iterator[Ranks]:
-    """Yield the ranks of torchrun's environment, connected so that they can send to each other inside the block."""
-    ranks = Ranks.of_environment()
-    if ranks.size == 1:
-        yield ranks
-        return
-    distributed = _distributed()
-    distributed.init_process_group("gloo", timeout=_LONGEST_WAIT)
-    try:
-        yield ranks
-    finally:
-        distributed.destroy_process_group()
 
 
 @contextmanager

@@ -117,8 +117,7 @@ def inner_widths(draft: Draft) -> list[int]:
     """Return the widths of FFNs and experts, each once, in ascending order. Raises BadInput where none is known."""
     if draft.anatomy.shared:
         raise BadInput(
-            f"{printable(draft.anatomy.shared[0])}: {IN_SHARED}, and such a block does not become wider; insert layers,"
-            " or use grafts"
+            f"{printable(draft.anatomy.shared[0])}: {IN_SHARED}, and such a block does not become wider; use grafts"
         )
     widths = {inner_width(p) for kind in draft.anatomy.kinds for p in kind.parts if p.kind == "weight" and _writes(p)}
     if not widths:

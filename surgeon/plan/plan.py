@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,9 @@ _HABITS = {
     "parameters": "`insert_layers` with `init: copy`, whose `zero_init` silences copies as `scale` 0 does",
     "tokenizer_source": "left out: the base's tokenizer goes along",
 }
+
+# A word that YAML reads as a text.
+_PLAIN_WORD = re.compile(r"(?!(?:true|false|null)$)[A-Za-z][A-Za-z_]*", re.IGNORECASE)
 
 # Keys of older plan versions, and what to use instead.
 _FORMER = {
@@ -109,6 +113,16 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
         options = " ".join(f"--set {setting}" for setting in overrides)
         text = f"# With {printable(options, len(options))}\n{written_yaml(document.data)}"
     return LoadedPlan(plan, text, source, document.lines, document.given)
+
+
+def overrides_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return values by dotted keys as `--set` takes them: plain words as they are, anything else as JSON."""
+    return tuple(
+        f"{key}={value}"
+        if isinstance(value, str) and _PLAIN_WORD.fullmatch(value)
+        else f"{key}={json.dumps(value, ensure_ascii=False)}"
+        for key, value in settings.items()
+    )
 
 
 # The recorded plan of a model that was trained without surgery.

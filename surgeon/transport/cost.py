@@ -53,12 +53,12 @@ _BLOCK_ELEMENTS = 1 << 22
 _LARGE, _SMALL = 2.0**30, 2.0**-30
 
 
-def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int = _BLOCK_ELEMENTS) -> Tensor:
+def distances(x_ND: Tensor, y_MD: Tensor) -> Tensor:
     """Return ‖x_i − y_j‖₂ as an (n, m) tensor in the dtype of both (float32 or float64).
 
     In float32 every entry agrees with a float64 computation to about 1e-5 relative, near-equal rows included (those
     whose distance float32 can distinguish from zero), for rows of any magnitude. Memory beyond the inputs: the result,
-    a centred copy of the inputs, and a few blocks of `block_elements` numbers. Raises ValueError where a distance is
+    a centred copy of the inputs, and a few blocks of `_BLOCK_ELEMENTS` numbers. Raises ValueError where a distance is
     beyond the dtype's range.
     """
     largest = max(abs(float(end)) for rows in (x_ND, y_MD) for end in torch.aminmax(rows))
@@ -72,20 +72,18 @@ def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int = _BLOCK_ELEMEN
     x_norm_N, y_norm_M = (torch.linalg.vector_norm(rows, dim=1).square_() for rows in (x_centred_ND, y_centred_MD))
     squared_NM = product(x_centred_ND, y_centred_MD.mul_(-2).T, y_norm_M)
     del x_centred_ND, y_centred_MD
-    step = max(1, block_elements // len(y_MD))
+    step = max(1, _BLOCK_ELEMENTS // len(y_MD))
     for start in range(0, len(x_ND), step):
         rows = slice(start, start + step)
         block = squared_NM[rows].add_(x_norm_N[rows, None])
-        _repair(block, x_norm_N[rows], y_norm_M, x_ND[rows], y_MD, centre_D, block_elements)
+        _repair(block, x_norm_N[rows], y_norm_M, x_ND[rows], y_MD, centre_D)
         block.clamp_(min=0).sqrt_()
         if unit != 1.0 and not math.isfinite(float(block.mul_(unit).amax())):
             raise ValueError(f"rows are farther apart than {str(block.dtype).removeprefix('torch.')} can hold")
     return squared_NM
 
 
-def _repair(
-    squared: Tensor, x_norm: Tensor, y_norm: Tensor, x: Tensor, y: Tensor, centre: Tensor, block_elements: int
-) -> None:
+def _repair(squared: Tensor, x_norm: Tensor, y_norm: Tensor, x: Tensor, y: Tensor, centre: Tensor) -> None:
     """Recompute in place the entries of a block of squared distances that lost digits by cancellation.
 
     One reduction finds the rows where that is possible; mostly there are none.
@@ -99,12 +97,12 @@ def _repair(
         _recompute_block(squared, x, y, centre)
     elif count:
         row, column = close.nonzero().unbind(1)
-        _recompute_pairs(squared, suspects[row], column, x, y, block_elements)
+        _recompute_pairs(squared, suspects[row], column, x, y)
 
 
-def _recompute_pairs(squared: Tensor, row: Tensor, column: Tensor, x: Tensor, y: Tensor, block_elements: int) -> None:
+def _recompute_pairs(squared: Tensor, row: Tensor, column: Tensor, x: Tensor, y: Tensor) -> None:
     """Replace entries (row, column) by squared distances from differences of rows, exact where both rows are near."""
-    step = max(1, block_elements // x.shape[1])
+    step = max(1, _BLOCK_ELEMENTS // x.shape[1])
     for start in range(0, len(row), step):
         i, j = row[start : start + step], column[start : start + step]
         squared[i, j] = (x[i] - y[j]).square_().sum(1)

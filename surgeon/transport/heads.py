@@ -25,22 +25,21 @@ from surgeon.transport.solving import check_rows, solve_cost
 class AttentionWeights:
     """One layer's projections, rows as outputs: query (heads · head_dim, d), key and value (kv heads · head_dim, d).
 
-    `output` (d, heads · head_dim), where given, is compared too, by its columns.
+    `output` (d, heads · head_dim) is compared by its columns.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    output: Tensor | None = None
+    output: Tensor
 
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """The maps of the rows of Q, of K and of V; `query` is also the T_in of the attention output."""
+    """The maps of the rows of Q, and of K and V; `query` is also the T_in of the attention output."""
 
     query: TransportMap
     key: TransportMap
-    value: TransportMap
 
 
 class HeadMap(TransportMap):
@@ -91,14 +90,12 @@ def head_maps(
         head_dim: rows of a head.
 
     Raises:
-        ValueError: shapes do not fit the numbers of heads.
+        ValueError: rows that are not finite, or a cost beyond what its dtype holds.
     """
-    _check_layout(n_heads, n_kv_heads, head_dim)
-    for weights in (source, target):
-        _check_shapes(weights, n_heads * head_dim, n_kv_heads * head_dim)
     device = source.query.device
     group = n_heads // n_kv_heads
-    query_NN, query_rows = _squared(_query_parts(source, target), n_heads, device)
+    parts = ((source.query, target.query), (source.output.T, target.output.T))
+    query_NN, query_rows = _squared(parts, n_heads, device)
     key_GG, key_rows = _squared(((source.key, target.key), (source.value, target.value)), n_kv_heads, device)
     within = _map_within(query_NN.view(n_kv_heads, group, n_kv_heads, group), query_rows, settings)
     shared = torch.einsum("gahb,gahb->gh", within.plans, query_NN.view(n_kv_heads, group, n_kv_heads, group))
@@ -114,7 +111,7 @@ def head_maps(
         iterations=between.solution.iterations + within.iterations,
         converged=between.solution.converged and within.converged,
     )
-    return HeadMaps(query=_head_map(heads, head_dim, settings, solution, like), key=key, value=key)
+    return HeadMaps(_head_map(heads, head_dim, settings, solution, like), key)
 
 
 @dataclass(frozen=True)
@@ -164,13 +161,6 @@ def _head_map(
     return HeadMap(scaled, head_dim=head_dim, factor=factor, solution=whole)
 
 
-def _query_parts(source: AttentionWeights, target: AttentionWeights) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the (source, target) matrices by which query heads are compared: Q, and O's columns if both have O."""
-    if source.output is None or target.output is None:
-        return ((source.query, target.query),)
-    return ((source.query, target.query), (source.output.T, target.output.T))
-
-
 def _squared(parts: tuple[tuple[Tensor, Tensor], ...], heads: int, device: torch.device) -> tuple[Tensor, int]:
     """Return the squared distances between heads, summed over parts and rows, and the number of these rows.
 
@@ -187,23 +177,3 @@ def _squared(parts: tuple[tuple[Tensor, Tensor], ...], heads: int, device: torch
         rows += len(x) // heads
     assert total is not None
     return total, rows
-
-
-def _check_layout(n_heads: int, n_kv_heads: int, head_dim: int) -> None:
-    """Raise ValueError for sizes below 1, or for query heads that cannot share key heads evenly."""
-    if min(n_heads, n_kv_heads, head_dim) < 1:
-        raise ValueError(f"heads need positive sizes, not {n_heads} heads, {n_kv_heads} key heads of {head_dim}")
-    if n_heads % n_kv_heads:
-        raise ValueError(f"{n_heads} heads cannot share {n_kv_heads} key heads evenly")
-
-
-def _check_shapes(weights: AttentionWeights, query_rows: int, key_rows: int) -> None:
-    """Raise ValueError where a projection is no matrix, or has not the number of rows that the heads need."""
-    for name, tensor, rows in (
-        ("query", weights.query, query_rows),
-        ("key", weights.key, key_rows),
-        ("value", weights.value, key_rows),
-        ("output", weights.output.T if weights.output is not None else None, query_rows),
-    ):
-        if tensor is not None and (tensor.ndim != 2 or len(tensor) != rows):
-            raise ValueError(f"the {name} weights have shape {tuple(tensor.shape)}; these heads need {rows} rows")

@@ -1,9 +1,8 @@
-"""Passes over the cost or the kernel, which take nearly all of Sinkhorn's time: in plain torch, or fused (fused.py)."""
+"""Passes over the cost or the kernel, which take nearly all of Sinkhorn's time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor
 
 # Elements of K processed at a time: in a sweep, which uses a block twice while it is in cache; and in the steps that
 # make K and T. Temporaries stay below the size (32 MiB) from which the allocator requests cleared memory from the
-# system each time.
+# system each time. On a GPU, where starting work on a block takes longer than the block itself, they are larger.
 _SWEEP_BLOCK = 1 << 20
 _BLOCK = 1 << 22
+_LARGER_ON_GPU = 16
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,11 @@ class Sums:
     log_kernel: Tensor
 
 
-@dataclass(frozen=True)
-class Passes:
-    """One implementation of the passes over an (n, m) matrix.
+def make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Replace the cost by K = exp(−(C − f − g − shift)/ε); return f (n) and shift (m).
 
-    `make_kernel(cost, g, ε)` replaces the cost by exp(−(C − f − g − shift)/ε), where the largest entry of each row and
-    column is one; it returns f (n) and shift (m). `sweep(K, v)` returns Kᵀu for u = (1/n) / (K v), (m) in float64.
-    `finish(K, v, factor)` replaces K by `factor` · T.
+    The largest entry of each row and column of K is one.
     """
-
-    make_kernel: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    sweep: Callable[[Tensor, Tensor], Tensor]
-    finish: Callable[[Tensor, Tensor, float], Sums]
-
-
-def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Replace the cost by K; return f (n) and shift (m), as `Passes` describes."""
     f_N = torch.empty_like(cost_NM[:, 0])
     shift_M = torch.full_like(g_M, math.inf)
     for rows in blocks(cost_NM):
@@ -55,7 +44,7 @@ def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, 
     return f_N, shift_M
 
 
-def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
+def sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
     """Return Kᵀu for u = (1/n) / (K v), (m), in float64."""
     n = len(kernel_NM)
     # float64, because it sums many blocks.
@@ -66,7 +55,7 @@ def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
     return column_sum_M
 
 
-def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
+def finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
     """Make `factor` · T; rows are summed in the working dtype, sums of rows in float64."""
     n = len(kernel_NM)
     column_mass_M = torch.zeros_like(v_M, dtype=torch.float64)
@@ -90,9 +79,7 @@ def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
 
 
 def blocks(matrix: Tensor, elements: int = _BLOCK) -> list[slice]:
-    """Return row blocks of at most `elements` elements, or of one row."""
+    """Return row blocks of at most `elements` elements (more on a GPU), or of one row."""
+    elements *= _LARGER_ON_GPU if matrix.is_cuda else 1
     step = max(1, elements // matrix.shape[1])
     return [slice(start, start + step) for start in range(0, len(matrix), step)]
-
-
-TORCH = Passes(_make_kernel, _sweep, _finish)

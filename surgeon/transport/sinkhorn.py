@@ -5,18 +5,15 @@ The buffer is stored as (m, n), the target's rows first: then Tᵀ · W and W ·
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from surgeon.transport import passes
 from surgeon.transport.maps import DenseMap, Solution
-from surgeon.transport.passes import TORCH, Passes, blocks
 
 _MEMORY = 8
 
@@ -97,7 +94,6 @@ class _State:
     f_M: Tensor
     g_N: Tensor
     x_N: Tensor
-    passes: Passes
 
 
 def sinkhorn(
@@ -128,7 +124,7 @@ def sinkhorn(
     if max_iterations < len(stages):
         stages = [reg]
     g_N = torch.zeros_like(cost_MN[0])
-    state = _State(cost_MN, cost_MN[:, 0], g_N, g_N.double(), passes_for(cost_MN))
+    state = _State(cost_MN, cost_MN[:, 0], g_N, g_N.double())
     _make_kernel(state, cost_MN, stages[0])
     state.x_N.zero_()
     iterations = 0
@@ -199,7 +195,7 @@ def _recovered(state: _State, make_cost: Callable[[], Tensor], epsilon: float) -
         state.kernel_MN = state.kernel_MN.new_empty(0)
         return make_cost()
     kernel_MN = state.kernel_MN
-    for rows in blocks(kernel_MN):
+    for rows in passes.blocks(kernel_MN):
         kernel_MN[rows].log_().mul_(-epsilon).add_(state.f_M[rows, None]).add_(state.g_N)
     return kernel_MN
 
@@ -209,7 +205,7 @@ def _make_kernel(state: _State, cost_MN: Tensor, epsilon: float) -> None:
 
     x is shifted by the opposite of g's shift, so that the scaling of the columns does not change.
     """
-    state.f_M, shift_N = state.passes.make_kernel(cost_MN, state.g_N, epsilon)
+    state.f_M, shift_N = passes.make_kernel(cost_MN, state.g_N, epsilon)
     state.kernel_MN = cost_MN
     state.g_N = state.g_N + shift_N
     state.x_N = (shift_N.double() / -epsilon).clamp_(min=-_ABSORB_AT / 2)
@@ -223,7 +219,7 @@ def _iterate(state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, 
     best, since_best = math.inf, 0
     best_x = state.x_N
     for iteration in range(1, most + 1):
-        plain_N = state.passes.sweep(state.kernel_MN, _scaling(state)).log_().add_(math.log(n)).neg_()
+        plain_N = passes.sweep(state.kernel_MN, _scaling(state)).log_().add_(math.log(n)).neg_()
         if iteration % every and iteration < most:
             state.x_N = history.step(state.x_N, plain_N - state.x_N).clamp_(-_CUT_AT, _CUT_AT)
             continue
@@ -265,54 +261,10 @@ def _finish(state: _State, epsilon: float, factor: float) -> tuple[float, float,
     row sums, the column sums and Σ T log K. A row of the buffer is a column of T.
     """
     m, n = state.kernel_MN.shape
-    sums = state.passes.finish(state.kernel_MN, _scaling(state), factor)
+    sums = passes.finish(state.kernel_MN, _scaling(state), factor)
     mass_M, mass_N = sums.row_mass_N, sums.column_mass_M
     shared = float(sums.log_kernel)
     entropy = -float(mass_M @ sums.u_N.log() + mass_N @ state.x_N) - shared
     cost = float(mass_M @ state.f_M.double() + mass_N @ state.g_N.double()) - epsilon * shared
     row_error = float((mass_N - 1 / n).abs().sum())
     return entropy, cost, row_error, float((mass_M - 1 / m).abs().sum())
-
-
-def passes_for(matrix: Tensor) -> Passes:
-    """Return the fused passes where the matrix is on a GPU that can run them, else torch's."""
-    fits = matrix.is_cuda and matrix.dtype == torch.float32 and matrix.is_contiguous()
-    if not fits or importlib.util.find_spec("triton") is None:
-        return TORCH
-    from surgeon.transport.fused import PASSES, WIDEST, block_of
-
-    block = block_of(matrix.shape[1])
-    return PASSES if block <= WIDEST and _works(matrix.device, block) else TORCH
-
-
-@functools.cache
-def _works(device: torch.device, block: int) -> bool:
-    """Return whether the fused passes, compiled for this width, compute the same as torch's on three rows.
-
-    They need a C compiler and enough shared memory; where one is missing, solving continues without them.
-    """
-    from surgeon.transport.fused import PASSES
-
-    try:
-        agree = _agree(PASSES, TORCH, device, block - block // 4)
-        reason = "their sums are not torch's"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a compiler or driver raises
-        agree, reason = False, f"{type(error).__name__}: {error}"
-    if not agree:
-        warnings.warn(f"fused kernels are not used on {device}: {reason.splitlines()[0]}", RuntimeWarning, stacklevel=2)
-    return agree
-
-
-def _agree(tried: Passes, known: Passes, device: torch.device, m: int) -> bool:
-    """Return whether two implementations of the passes compute the same on three rows of `m` numbers."""
-    cost = torch.linspace(0, 1, 3 * m, device=device).mul_(40).sin_().view(3, m)
-    found = []
-    for passes in (tried, known):
-        kernel, v = cost.clone(), torch.linspace(0.5, 2, m, device=device)
-        f, shift = passes.make_kernel(kernel, v, 0.5)
-        swept = passes.sweep(kernel, v)
-        sums = passes.finish(kernel, v, 2.0)
-        found.append([f, shift, swept, kernel, sums.u_N, sums.row_mass_N, sums.column_mass_M, sums.log_kernel])
-    return all(torch.allclose(one.double(), other.double(), rtol=1e-4) for one, other in zip(*found, strict=True))

@@ -58,50 +58,25 @@ def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> A
     return DenseMap(scaled_MN, factor=factor, solution=solution)
 
 
-# Size of the cost's temporaries, in elements, after memory ran out once.
-_SMALL_BLOCK = 1 << 18
-
-
-def solve(
-    source_ND: Tensor, target_MD: Tensor, settings: TransportSettings, *, device: str | torch.device | None = None
-) -> TransportMap:
+def solve(source_ND: Tensor, target_MD: Tensor, settings: TransportSettings) -> TransportMap:
     """Return the map from the rows of `source_ND` onto those of `target_MD`, with uniform marginals and Euclidean cost.
 
-    Computes in float32 (float64 where either input is); the largest buffer is (n, m), which becomes the map. Where
-    memory runs out, it tries once more in small row blocks.
-
-    Args:
-        source_ND: the rows that are aligned.
-        target_MD: the rows that they are aligned to.
-        settings: how the map is solved and applied.
-        device: where it is solved; None: the source's device.
-
-    Raises:
-        ValueError: inputs are empty, not finite or do not match, or memory is too small.
+    Computes in float32 (float64 where either input is) on the source's device; the largest buffer is (n, m), which
+    becomes the map. Raises ValueError where inputs are empty, not finite or do not match, or memory is too small.
     """
     check_rows(source_ND, target_MD)
-    source_ND, target_MD = source_ND.detach(), target_MD.detach()
     wide = torch.float64 in (source_ND.dtype, target_MD.dtype)
-    dtype = torch.float64 if wide else torch.float32
-    where = source_ND.device if device is None else torch.device(device)
+    source, target = (
+        rows.detach().to(source_ND.device, torch.float64 if wide else torch.float32) for rows in (source_ND, target_MD)
+    )
     try:
-        return _solve(source_ND.to(where, dtype), target_MD.to(where, dtype), settings, {})
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        return solve_cost(lambda: distances(target, source), settings)
+    except (RuntimeError, MemoryError) as error:
+        # CUDA has an exception class of its own; on the CPU torch raises a plain RuntimeError.
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
-    # Outside the handler: the error's traceback held the buffers.
-    if where.type == "cuda":
-        torch.cuda.empty_cache()
-    try:
-        small = {"block_elements": _SMALL_BLOCK}
-        return _solve(source_ND.to(where, dtype), target_MD.to(where, dtype), settings, small)
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        needed = _bytes_needed(source_ND, target_MD, dtype, where)
         raise ValueError(
-            f"a transport map of {len(source_ND)} × {len(target_MD)} rows of {source_ND.shape[1]} needs about"
-            f" {needed} bytes on {where}, more than is free"
+            f"a transport map of {len(source)} × {len(target)} rows needs more memory than is free on {source.device}"
         ) from None
 
 
@@ -143,11 +118,6 @@ def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> 
     )
 
 
-def _solve(source: Tensor, target: Tensor, settings: TransportSettings, blocks: dict[str, int]) -> TransportMap:
-    """Solve once; `blocks` are options for `distances`."""
-    return solve_cost(lambda: distances(target, source, **blocks), settings)
-
-
 def check_rows(source: Tensor, target: Tensor) -> None:
     """Raise ValueError in one line unless both are finite floating-point matrices with rows of one length."""
     for name, rows in (("source", source), ("target", target)):
@@ -159,21 +129,6 @@ def check_rows(source: Tensor, target: Tensor) -> None:
             raise ValueError(f"the {name} holds values that are not finite")
     if source.shape[1] != target.shape[1]:
         raise ValueError(f"rows of {source.shape[1]} and of {target.shape[1]} numbers cannot be compared")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means that memory ran out.
-
-    CUDA has an exception class for this; on the CPU torch raises a plain RuntimeError.
-    """
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def _bytes_needed(source: Tensor, target: Tensor, dtype: torch.dtype, where: torch.device) -> int:
-    """Return the bytes for the map, both centred inputs, and copies of inputs that must be converted or moved."""
-    n, m, d = len(source), len(target), source.shape[1]
-    moved = source.dtype != dtype or source.device != where
-    return dtype.itemsize * (n * m + (2 if moved else 1) * (n + m) * d)
 
 
 def match_rows(source_ED: Tensor, target_ED: Tensor, *, groups: int = 1) -> AssignmentMap:

@@ -17,7 +17,6 @@ from surgeon.checkpoint.hub import remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
-from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import counted
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
@@ -33,7 +32,7 @@ from surgeon.plan.plan import LoadedPlan
 from surgeon.writing.linked_shards import Moved
 from surgeon.writing.preview import Preview, loaded_plan, opened_for, preview_of, proved
 from surgeon.writing.surgery import surgery_job
-from surgeon.writing.write import assist, check_output, execute
+from surgeon.writing.write import check_output, execute
 
 
 @dataclass(frozen=True)
@@ -92,13 +91,11 @@ def apply(
     link: bool = False,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
-    ranks: Ranks | None = None,
 ) -> Applied:
     """Grow `base` by `plan` into the new folder `out`; `overrides` (`operations.0.init.reg=0.1`) replace its values.
 
     With `read_back` the written shards are read again and compared with the base during the run: the static part of
-    `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers. `ranks` are
-    the processes that torchrun has started (`surgeon.common.distributed.joined`), which all make this call.
+    `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers.
 
     Shards of the base that are unchanged in `out` share its blocks where the file system has reflinks. With `link` they
     are hard-linked: one file under two names, made read-only, so that a later write to either is refused.
@@ -106,13 +103,10 @@ def apply(
     `out` is absent or complete at any moment; the same call continues an interrupted run. Raises BadInput.
     """
     listener = listener or Quiet()
-    ranks = ranks or Ranks()
     target, base = Path(out), meant(str(base))
     devices.check(device)
     loaded = loaded_plan(plan, overrides)
-    if ranks.size == 1:
-        # With several processes only the first one checks this, while the others wait for it.
-        check_destination(target, Path(base) if Path(base).exists() else None)
+    check_destination(target, Path(base) if Path(base).exists() else None)
     adapters: dict[str, AdapterFolder] = {}
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
@@ -126,30 +120,20 @@ def apply(
     shown = preview_of(loaded, opened, max_shard_bytes=max_shard_bytes, link=link)
     base_id = BaseId(located.repo_id or located.path.resolve().name, located.revision)
     job = surgery_job(
-        shown.drawing, opened, base_id, device=lambda: _device(device, ranks), read_back=read_back, link=link
+        shown.drawing, opened, base_id, device=lambda: devices.resolve(device), read_back=read_back, link=link
     )
-    stopwatch, moved = Stopwatch(), Moved()
-    if ranks.leads:
-        with ranks.leading():
-            check_output(job, located.path, target)
-            if device != "auto":
-                # Checked even where nothing is computed, so that a device that does not exist is reported.
-                devices.resolve(device)
-            shown = proved(shown, opened)
-            for note in shown.notes_on_it:
-                listener.say(note)
-            moved = execute(job, target, listener, stopwatch, ranks)
-    else:
-        assist(job, listener, stopwatch, ranks)
+    check_output(job, located.path, target)
+    if device != "auto":
+        # Checked even where nothing is computed, so that a device that does not exist is reported.
+        devices.resolve(device)
+    shown = proved(shown, opened)
+    for note in shown.notes_on_it:
+        listener.say(note)
+    stopwatch = Stopwatch()
+    moved = execute(job, target, listener, stopwatch)
     come = (*(job.carried_names or ()), *job.files)
     left_behind = tuple(sorted({*folder.left_behind, *folder.side_files} - {*come, CARD_FILE}))
     return Applied(target, written_manifest(target), shown, left_behind, stopwatch.seconds, read_back, moved)
-
-
-def _device(device: str, ranks: Ranks) -> str:
-    """Return the device of this process; with several processes, `auto` on CUDA gives each process its own GPU."""
-    resolved = devices.resolve(device)
-    return ranks.local_device or resolved if device == "auto" and resolved == "cuda" else resolved
 
 
 def _written(manifest: Manifest) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from surgeon.anatomy.anatomy import without_a_place
 from surgeon.anatomy.anatomy_cache import keep, recalled
 from surgeon.anatomy.dissect import dissect_folder
-from surgeon.anatomy.format_depth import moved_mtp, other_scale
+from surgeon.anatomy.format_depth import other_scale
 from surgeon.anatomy.kinds import broken_pattern
 from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.recipes import Predicted
@@ -296,8 +296,6 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
         if (scaled := other_scale(blueprint.config)) is not None:
             yield scaled
     yield from lost_divisors(blueprint, anatomy, folder.config)
-    if (moved := moved_mtp(anatomy, folder.config, len(blueprint.layers), blueprint.config)) is not None:
-        yield moved
     for path in texts.values():
         yield f"the base is run on {printable(str(path))}"
     yield from dict.fromkeys(base.notes)

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Constant
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of
-from surgeon.checkpoint.header import Header, header_bytes
+from surgeon.checkpoint.header import header_bytes
 from surgeon.checkpoint.piece_bytes import copy_pieces
 from surgeon.checkpoint.ranges import WriteBehind, reserve, write_all
 from surgeon.checkpoint.source import OpenShards
 from surgeon.checkpoint.staging import Staging, check_destination, check_space, working_folder
 from surgeon.common.disk_space import writing
-from surgeon.common.distributed import Elsewhere, Ranks, Report
 from surgeon.common.listener import Listener, Stopwatch
 from surgeon.common.work_folders import write_new
 from surgeon.errors import SurgeonError, printable
@@ -37,8 +36,6 @@ from surgeon.writing.readback import ReadBack, Way
 
 if TYPE_CHECKING:
     from surgeon.writing.compute import Evaluator
-
-_ALONE = Ranks()
 
 # The kernel copies with the processor: two copies at once use two cores, and more do not help a disk.
 _WRITERS = 2
@@ -54,13 +51,12 @@ def check_output(job: Job, base: Path, out: Path) -> None:
     check_space(out, bytes_to_move(job, out), fingerprint=job.fingerprint)
 
 
-def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> HowMoved:
+def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch) -> HowMoved:
     """Write the output of `job` to `out`, and return how the bytes of the shards got there.
 
-    `stopwatch` times the stages. At any moment `out` is absent or complete. With several `ranks` this is rank 0, and
-    the others call `assist`. An interrupted run of the same job is continued; a complete output of the same job is left
-    as it is. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when the
-    bytes read back differ from the bytes written.
+    `stopwatch` times the stages. At any moment `out` is absent or complete. An interrupted run of the same job is
+    continued; a complete output of the same job is left as it is. Raises BadInput for what the user can mend (disk
+    full, base changed meanwhile) and PromiseBroken when the bytes read back differ from the bytes written.
     """
     working = working_folder(out)
     kept = f"what was finished is kept in {printable(str(working))}: the same command continues"
@@ -70,15 +66,13 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks
     ):
         if staging.already_published:
             listener.say(f"{printable(str(out))} was already complete; nothing to do")
-            ranks.send(Order("", ()))
-            ranks.gather(Report({}))
             return HowMoved()
-        moved = _write(job, staging, way_to(job, out), listener, stopwatch, ranks)
+        moved = _write(job, staging, way_to(job, out), listener, stopwatch)
         staging.publish()
         return moved
 
 
-def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> HowMoved:
+def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: Stopwatch) -> HowMoved:
     """Write everything into the staged folder; return how the bytes of the shards got there.
 
     A job that can never succeed leaves nothing there: the folder is removed, and the error is raised again.
@@ -89,7 +83,7 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
             ReadBack(job.sources, job.places, staging, compare=job.read_back, recall=job.recall) as proof,
             Unmoved(job, way, proof) as unmoved,
         ):
-            run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof, unmoved)
+            run = _Run(job, staging, proof, unmoved, listener, stopwatch)
             run.all_shards()
             with stopwatch.stage("wait for read-back"):
                 proof.settle()
@@ -103,10 +97,9 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
         if job.look is not None:
             with stopwatch.stage("look"):
                 job.look(staging.folder)
-    except SurgeonError as error:
+    except SurgeonError:
         # The fault lies in the base or the plan and will not pass: the same command would fail again.
-        if not (isinstance(error, Elsewhere) and error.momentary):
-            staging.abandon()
+        staging.abandon()
         raise
     return HowMoved.of(job, proof.ways)
 
@@ -122,33 +115,23 @@ def _say_not_finite(proof: ReadBack, listener: Listener) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Order:
-    """What rank 0 sends to the others: the folder of staged shards, and the shards whose layers to compute."""
-
-    folder: str
-    files: tuple[str, ...]
-
-
-def assist(job: Job, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
-    """Compute, on a rank other than 0, a share of the layers that rank 0 asks for; wait until it has published."""
-    order: Order = ranks.receive()
-    share = _Share(job, Path(order.folder), listener, stopwatch, ranks)
-    ranks.gather(share.of([shard for shard in job.shards if shard.file in order.files]))
-    ranks.receive()
-
-
 @dataclass(eq=False)
-class _Share:
-    """One process's part of an execution: it writes tensors into shards whose files exist."""
+class _Run:
+    """An execution in the staged folder: shards are written, and read back meanwhile."""
 
     job: Job
-    folder: Path
+    staging: Staging
+    proof: ReadBack
+    unmoved: Unmoved
     listener: Listener
     stopwatch: Stopwatch
-    ranks: Ranks
     _evaluator: Evaluator | None = field(default=None, init=False)
     _layers_done: int = field(default=0, init=False)
+
+    @property
+    def folder(self) -> Path:
+        """The staged folder."""
+        return self.staging.folder
 
     @property
     def evaluator(self) -> Evaluator:
@@ -169,60 +152,26 @@ class _Share:
             )
         return self._evaluator
 
-    def of(self, shards: Sequence[Shard]) -> Report:
-        """Compute and write this rank's share of the layers of `shards`; return a report with the maps, by shard.
+    def write(self, shard: Shard, then: Sequence[Output]) -> dict[str, Any]:
+        """Write a shard's file; return reports of the maps solved for its tensors.
 
-        Errors are returned in the report, not raised, as other ranks wait for it.
+        While tensors are computed, finished ones are written and those that the next layer needs are read; `then` is
+        the layer that comes after this shard.
         """
-        maps: dict[str, dict[str, Any]] = {}
-        dealt = 0
-        mine: list[list[Output]] = []
-        for shard in shards:
-            layers = group_by_layer(shard.outputs)
-            mine.append(
-                [o for n, layer in enumerate(layers, dealt) if n % self.ranks.size == self.ranks.rank for o in layer]
-            )
-            dealt += len(layers)
-        try:
-            for number, (shard, outputs) in enumerate(zip(shards, mine, strict=True)):
-                self.skip([output for output in shard.outputs if output not in outputs])
-                maps[shard.file] = self.write(shard, outputs, _first_layer(mine[number + 1 :])) if outputs else {}
-        except SurgeonError as error:
-            return Report({}, str(error), error.exit_code)
-        except OSError as error:
-            message = f"{printable(str(error.filename or self.folder))}: {error.strerror or error}"
-            return Report({}, message, momentary=True)
-        finally:
-            self.close()
-        return Report(maps)
-
-    def begin(self, shard: Shard) -> None:
-        """Create a shard's file: its header, and room for its tensors."""
-        header, places = self._header(shard), self._places(shard)
-        (self.folder / shard.file).parent.mkdir(exist_ok=True)
+        header, places = self._header(shard)
+        place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
+        computes = any(output.computed for output in shard.outputs)
+        file = self.folder / shard.file
+        file.parent.mkdir(exist_ok=True)
         # A file of this name is removed first: it may be the base's file, linked by an interrupted run.
-        (self.folder / shard.file).unlink(missing_ok=True)
-        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        file.unlink(missing_ok=True)
+        target = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
             reserve(target, places[-1][1])
             write_all(target, header, 0)
-        finally:
-            os.close(target)
-
-    def write(self, shard: Shard, outputs: Sequence[Output], then: Sequence[Output] = ()) -> dict[str, Any]:
-        """Write `outputs` at their places in a shard whose file exists; return reports of the maps solved for them.
-
-        While tensors are computed, finished ones are written and those that the next layer needs are read; `then` is
-        the layer that comes after these outputs.
-        """
-        places = self._places(shard)
-        place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
-        computes = any(output.computed for output in outputs)
-        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            self._copy(shard, outputs, target, places[0][0])
+            self._copy(shard, target, places[0][0])
             with WriteBehind(target, self.listener.advance) as behind:
-                for layer, following in pairwise([*group_by_layer(outputs), then]):
+                for layer, following in pairwise([*group_by_layer(shard.outputs), then]):
                     if computes:
                         self.evaluator.expect(layer, following)
                         self._show(layer)
@@ -232,9 +181,9 @@ class _Share:
             os.close(target)
         return self.evaluator.take_reports() if computes else {}
 
-    def _copy(self, shard: Shard, outputs: Sequence[Output], target: int, begin: int) -> None:
-        """Copy all source bytes of `outputs` into a shard, whose data begins at `begin`."""
-        copies = [output for output in outputs if output.pieces.spans and not output.computed]
+    def _copy(self, shard: Shard, target: int, begin: int) -> None:
+        """Copy all source bytes of a shard into its file, whose data begins at `begin`."""
+        copies = [output for output in shard.outputs if output.pieces.spans and not output.computed]
         places = {output.name: self.job.places[output.name] for output in copies}
         with self.stopwatch.stage("copy"), OpenShards(self.job.sources) as shards:
             pieces = data_of(shard.outputs, places)
@@ -252,77 +201,33 @@ class _Share:
             self._evaluator.close()
 
     def skip(self, outputs: Sequence[Output]) -> None:
-        """Count tensors as done that an earlier run or another rank makes."""
+        """Count tensors as done that an earlier run made."""
         for output in outputs:
             if output.computed:
                 self.evaluator.skip(output)
         self._layers_done += sum(any(o.computed for o in layer) for layer in group_by_layer(outputs))
 
-    def _header(self, shard: Shard) -> bytes:
-        """Return the bytes of a shard's header.
+    def _header(self, shard: Shard) -> tuple[bytes, list[tuple[int, int]]]:
+        """Return the bytes of a shard's header, and (begin, end) in bytes of each tensor in its file.
 
-        Where the shard equals the file that it mirrors, these are that file's own bytes, so that all ways give the same
-        file.
+        Where the shard equals the file that it mirrors, these are that file's own, so that all ways give the same file.
         """
-        mirrored = self.job.unchanged.get(shard.file)
-        if mirrored is None:
-            return header_of(shard, self._mirrored(shard))[0]
-        with OpenShards(self.job.sources) as shards:
-            return header_bytes(shards.opened(mirrored.place), mirrored.header, file=mirrored.file)
-
-    def _places(self, shard: Shard) -> list[tuple[int, int]]:
-        """Return (begin, end) in bytes of each tensor of a shard in its file."""
-        if (mirrored := self.job.unchanged.get(shard.file)) is not None:
-            return [(info.begin, info.end) for info in mirrored.header.tensors]
-        return header_of(shard, self._mirrored(shard))[1]
-
-    def _mirrored(self, shard: Shard) -> Header | None:
-        """Return the header of the file that a shard mirrors; None where it mirrors none."""
+        if (same := self.job.unchanged.get(shard.file)) is not None:
+            with OpenShards(self.job.sources) as shards:
+                header = header_bytes(shards.opened(same.place), same.header, file=same.file)
+            return header, [(info.begin, info.end) for info in same.header.tensors]
         mirrored = self.job.mirrored.get(shard.file)
-        return None if mirrored is None else mirrored.header
-
-
-def _computed_layers(shards: Sequence[Shard]) -> int:
-    """Return how many layers (or groups of tensors outside them) have something to compute."""
-    layers = (layer for shard in shards for layer in group_by_layer(shard.outputs))
-    return sum(any(output.computed for output in layer) for layer in layers)
-
-
-class _Run(_Share):
-    """The execution on rank 0: it holds the staged folder and has everything read back."""
-
-    def __init__(
-        self,
-        job: Job,
-        folder: Path,
-        listener: Listener,
-        stopwatch: Stopwatch,
-        ranks: Ranks,
-        staging: Staging,
-        proof: ReadBack,
-        unmoved: Unmoved,
-    ) -> None:
-        """Begin as rank 0, with the staged folder and the checker that reads shards back."""
-        super().__init__(job, folder, listener, stopwatch, ranks)
-        self.staging = staging
-        self.proof = proof
-        self.unmoved = unmoved
+        return header_of(shard, None if mirrored is None else mirrored.header)
 
     def all_shards(self) -> None:
-        """Write every shard: shards without computed tensors in threads, the others here, one after another.
-
-        With several ranks, the layers of shards with computed tensors are distributed among the ranks.
-        """
+        """Write every shard: shards without computed tensors in threads, the others here, one after another."""
         computed = [shard for shard in self.job.shards if any(o.computed for o in shard.outputs)]
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             try:
                 copies = [writers.submit(self.shard, s) for s in self.job.shards if s not in computed]
-                if self.ranks.size == 1:
-                    for number, shard in enumerate(computed):
-                        waiting = [s.outputs for s in computed[number + 1 :] if not self.staging.is_done(s.file)]
-                        self.shard(shard, _first_layer(waiting))
-                else:
-                    self._among_ranks([shard for shard in computed if not self._done_earlier(shard)])
+                for number, shard in enumerate(computed):
+                    waiting = [s.outputs for s in computed[number + 1 :] if not self.staging.is_done(s.file)]
+                    self.shard(shard, _first_layer(waiting))
                 for copy in as_completed(copies):
                     copy.result()
             except BaseException:
@@ -331,30 +236,17 @@ class _Run(_Share):
             finally:
                 self.close()
 
-    def _among_ranks(self, shards: list[Shard]) -> None:
-        """Have all ranks compute these shards, each rank its layers; then have the shards read back."""
-        for shard in shards:
-            self.begin(shard)
-        self.ranks.send(Order(str(self.folder), tuple(shard.file for shard in shards)))
-        reports = self.ranks.gather(self.of(shards))
-        for shard in shards:
-            self.proof.add(shard, {name: found for r in reports for name, found in r.maps.get(shard.file, {}).items()})
-
     def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
         """Write one shard, unless an earlier run did or its file can be linked.
 
         `then` is the layer computed after it.
         """
-        if not self._done_earlier(shard) and not self._taken(shard):
-            self.begin(shard)
-            self.proof.add(shard, self.write(shard, shard.outputs, then))
-
-    def _taken(self, shard: Shard) -> bool:
-        """Put a shard in place without moving its bytes, where that is possible; return whether it was."""
-        if not self.unmoved.take(shard, self.folder / shard.file, self.stopwatch):
-            return False
-        self.listener.advance(shard.nbytes)
-        return True
+        if self._done_earlier(shard):
+            return
+        if self.unmoved.take(shard, self.folder / shard.file, self.stopwatch):
+            self.listener.advance(shard.nbytes)
+        else:
+            self.proof.add(shard, self.write(shard, then))
 
     def _done_earlier(self, shard: Shard) -> bool:
         """Return whether an earlier run finished the shard; if so, use its record and count its tensors as done."""
@@ -377,11 +269,17 @@ class _Run(_Share):
 
     def small_file(self, name: str, content: bytes) -> None:
         """Write and journal a small file, and keep its digest."""
-        file = self.staging.folder / name
+        file = self.folder / name
         file.parent.mkdir(exist_ok=True)
         write_new(file, content)
         self.proof.files[name] = hashlib.sha256(content).hexdigest()
         self.staging.done(name, {})
+
+
+def _computed_layers(shards: Sequence[Shard]) -> int:
+    """Return how many layers (or groups of tensors outside them) have something to compute."""
+    layers = (layer for shard in shards for layer in group_by_layer(shard.outputs))
+    return sum(any(output.computed for output in layer) for layer in layers)
 
 
 def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
@@ -389,7 +287,7 @@ def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
     return next((group_by_layer(outputs)[0] for outputs in shards if outputs), ())
 
 
-def _write_tensor(run: _Share, output: Output, target: int, begin: int, end: int, behind: WriteBehind) -> None:
+def _write_tensor(run: _Run, output: Output, target: int, begin: int, end: int, behind: WriteBehind) -> None:
     """Write a tensor that is computed or constant at `begin:end` of the file; holes and copies need nothing here."""
     if output.computed:
         for made in run.evaluator.make(output):

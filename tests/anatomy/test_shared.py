@@ -1,4 +1,4 @@
-"""A block that several layers run and that is stored once (Zamba 2): layers come and go, each has its own grafts."""
+"""A block that several layers run and that is stored once (Zamba 2): layers stay, each has its own grafts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from benchmarks.published_configs import PUBLISHED
-from surgeon.anatomy.shared import first_of_another, shared_in
+from surgeon.anatomy.growth import grown
+from surgeon.anatomy.shared import shared_in
 from surgeon.anatomy.skeleton import build
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
@@ -34,30 +35,17 @@ def loaded(folder: Path, **more: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more).eval()
 
 
-def test_a_block_that_layers_share_follows_new_layers_and_comes_back(base: Path, tmp_path: Path) -> None:
-    """Zamba 2 stores it once; its adapters are numbered by the layers that run it, so old ones move up."""
-    out, back = tmp_path / "out", tmp_path / "back"
-    insert = {"op": "insert_layers", "where": {"after": [0, 2]}, "init": {"kind": "copy"}}
-    surgeon.apply(write_plan(tmp_path / "plan.yaml", [insert]), base, out)
-    assert surgeon.verify(base, out, windows=1, window=16).identical
-    held, was = CheckpointFolder.open(out).tensors, CheckpointFolder.open(base).tensors
-    adapters = "shared_transformer.feed_forward.gate_up_proj_adapter_list"
-    assert f"model.layers.3.{adapters}.2.0.weight" in held
-    assert f"model.layers.2.{adapters}.2.0.weight" not in was
-    assert not any(name.startswith("model.layers.4.shared") for name in held)
-    surgeon.revert(out, back, base=base)
-    assert CheckpointFolder.open(back).tensors.keys() == was.keys()
-
-
-@pytest.mark.parametrize("dropped", [2, 5])
-def test_without_a_layer_the_others_compute_what_they_did(dropped: int, base: Path, tmp_path: Path) -> None:
-    """Also without the one under whose name the block is stored: it moves to the other."""
-    plan = write_plan(tmp_path / "plan.yaml", [{"op": "drop_layers", "layers": [dropped]}])
-    surgeon.apply(plan, base, tmp_path / "out")
-    model = loaded(base)
-    model.model.layers[dropped].forward = lambda hidden_states, *_, **__: hidden_states
-    with torch.no_grad():
-        assert torch.equal(loaded(tmp_path / "out")(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "copy"}},
+        {"op": "drop_layers", "layers": [0]},
+        {"op": "control_llm", "layers": [0]},
+    ],
+)
+def test_the_stack_keeps_its_layers(operation: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"layers share a block \(`shared_transformer`\).*use adapters, slots"):
+        surgeon.preview(write_plan(tmp_path / "plan.yaml", [operation]), base)
 
 
 def test_each_layer_has_grafts_of_its_own_beside_a_shared_block(base: Path, tmp_path: Path) -> None:
@@ -86,7 +74,7 @@ def test_each_layer_has_grafts_of_its_own_beside_a_shared_block(base: Path, tmp_
 @pytest.mark.parametrize(
     ("operation", "words"),
     [
-        ({"op": "widen_ffn", "by": 16}, "several layers share, and such a block does not become wider; insert layers"),
+        ({"op": "widen_ffn", "by": 16}, "several layers share, and such a block does not become wider; use grafts"),
         ({"op": "pad_to", "multiple_of": 1024}, "several layers share, and such a block does not become wider"),
         ({"op": "widen_hidden", "times": 2}, "its layers share a block .`shared_transformer`., and which sides"),
         ({"op": "upcycle_experts", "form": "shared", "experts": 2}, "experts begin as copies of a layer's own; use"),
@@ -118,10 +106,9 @@ def test_an_adapter_on_a_tensor_of_several_layers_is_not_merged(layer: int, base
     assert not (tmp_path / "out").exists()
 
 
-def test_one_block_may_not_become_two_nor_two_one() -> None:
-    """Each would have to learn for itself, or no more."""
+def test_what_is_shared_is_found_by_the_tensors_that_layers_have_in_common() -> None:
     one, two = (build(PUBLISHED["zamba2"] | {"num_mem_blocks": count}) for count in (1, 2))
-    order = range(len(one.layers))
-    assert shared_in(two) is None and first_of_another(one, shared_in(one), order) == (None, "")
-    assert first_of_another(two, shared_in(one), order)[0] == 5
-    assert first_of_another(one, None, order)[0] == 5
+    assert (shared_in(one), shared_in(two)) == (("shared_transformer",), ())
+    # With one layer more, layers would share a block, which those of the base do not.
+    with pytest.raises(BadInput, match="cannot be described: its layer"):
+        grown(PUBLISHED["zamba2"] | {"num_mem_blocks": 2}, two, [0, 1, 2, *range(len(two.layers))])

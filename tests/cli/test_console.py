@@ -96,3 +96,11 @@ def test_a_rank_that_fails_by_itself_says_so(run: Run, monkeypatch: pytest.Monke
     code, _, told = run("plans", "no-such-plan")
     assert code == 2
     assert told.startswith("surgeon: rank 1: no-such-plan")
+
+
+def test_apply_runs_in_one_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (LEFT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    code, _, told = run("apply", "copy", "base", "out")
+    assert code == 2
+    assert told.startswith("surgeon: rank 1: torchrun: `surgeon apply` runs in one process")

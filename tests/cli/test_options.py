@@ -90,7 +90,7 @@ def test_every_command_has_its_group_and_an_example_that_it_takes() -> None:
 
 @pytest.mark.parametrize("width", [70, 150])
 def test_help_is_as_wide_as_the_terminal(width: int) -> None:
-    command = [sys.executable, "-m", "surgeon", "apply", "-h"]
+    command = [sys.executable, "-m", "surgeon", "chat", "-h"]
     shown = subprocess.run(
         command, env=os.environ | {"COLUMNS": str(width)}, capture_output=True, text=True, check=True
     )

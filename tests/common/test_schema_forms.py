@@ -18,11 +18,10 @@ from surgeon.lab.studies.config.schema import Study
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Operation
 from surgeon.plan.plan import Plan, parse_plan
-from surgeon.plan.sweep import Sweep
 from surgeon.training.config.loading import HABITS
 from surgeon.training.config.schema import TrainConfig
 
-FILES: list[type[BaseModel]] = [Plan, Sweep, TrainConfig, TasksConfig, Study, DataConfig]
+FILES: list[type[BaseModel]] = [Plan, TrainConfig, TasksConfig, Study, DataConfig]
 # Of no type that a key may have.
 NONSENSE = [[[]]]
 # pydantic's own words.

@@ -161,7 +161,7 @@ def test_a_delta_takes_no_option_of_plans(tmp_path: Path) -> None:
 def _shipped(name: str) -> Path:
     from surgeon.plan.shipped import find_plan
 
-    return find_plan(name).path
+    return find_plan(name)
 
 
 # What our reader may give: numbers of at most 19 digits, finite, and text without NUL and half pairs.

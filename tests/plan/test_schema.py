@@ -42,10 +42,10 @@ def test_a_folder_called_like_a_shipped_plan_is_not_taken_for_it(
     """An output that has the name of its plan, say."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-pro").mkdir()
-    assert shipped.find_plan("llama-pro").path.is_file()
+    assert shipped.find_plan("llama-pro").is_file()
 
 
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", shipped.shipped_plans())
 def test_shipped_plans_are_found_by_name_and_load(name: str) -> None:
     loaded = shipped.load_named(name)
     assert loaded.text.startswith("# "), "a plan begins with a line that says what it is"

@@ -25,7 +25,7 @@ Every command with its arguments and options, as `surgeon COMMAND --help` shows 
 | 130 | interrupted; the same command continues |
 
 - Results go to stdout, progress and errors to stderr. [The keys of `--json`](json.md).
-- PLAN is a file, a shipped plan's name, a [sweep](../how-to/writing-plans.md#sweeps)'s point, or `-` for stdin.
+- PLAN is a file, a shipped plan's name, or `-` for stdin.
   Relative paths in a plan on stdin start in the working directory.
 - Mistakes in a plan or config are reported all at once, each with its line, before torch is imported.
 - Redirected logs: `train` prints a line every `log_every` steps, `recall` one for every tenth of its tokens.

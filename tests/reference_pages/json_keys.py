@@ -39,7 +39,7 @@ HEAD = """\
 # What --json prints
 
 Each command prints one JSON object on stdout; in Python it is a result's `to_json()`.
-`surgeon plans --json` prints a list of plans, and with a name the texts of that plan or of a sweep's points.
+`surgeon plans --json` prints a list of plans, and with a name the text of that plan.
 
 - Sizes are in bytes, losses in nats a token, times in seconds.
 - A number that is not finite is a text (`"inf"`, `"nan"`); what does not apply is null.

@@ -76,7 +76,7 @@ _GROUPS = {
         "revert refresh blend write_blend share_by_answers merge make_delta apply_delta export_slot write_gguf push"
     ),
     "Plans": (
-        "parse_plan load_plan load_named LoadedPlan find_plan FoundPlan find_sweep shipped_plans shipped_studies"
+        "parse_plan load_plan load_named LoadedPlan find_plan shipped_plans shipped_studies"
         " shipped_tasks"
         " overrides_of json_schema OPERATIONS RouterLoss"
     ),

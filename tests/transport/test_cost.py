@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surgeon.transport import cost
 from surgeon.transport.cost import distances
 from tests.transport.problems import cost64, gaussian, seeded, uneven
 
@@ -64,12 +65,14 @@ def test_distances_beyond_the_floats_are_refused() -> None:
         distances(torch.full((2, 64), 3e38), torch.full((2, 64), -3e38))
 
 
-def test_row_blocks_change_nothing() -> None:
+def test_row_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = uneven(37, 29, 40)
     target[5] = source[7] + 1e-4
-    blocked = distances(source, target, block_elements=30)
+    whole = distances(source, target)
+    monkeypatch.setattr(cost, "_BLOCK_ELEMENTS", 30)
+    blocked = distances(source, target)
     assert relative_error(blocked, source, target) < 1e-5
-    torch.testing.assert_close(blocked, distances(source, target), rtol=1e-6, atol=0)
+    torch.testing.assert_close(blocked, whole, rtol=1e-6, atol=0)
 
 
 @settings(max_examples=30)

@@ -14,28 +14,6 @@ from tests.transport.problems import uneven
 ROWS = torch.ones(3, 4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"reg": 0.0}, "reg must be a finite number above 0"),
-        ({"reg": -1.0}, "reg"),
-        ({"reg": math.nan}, "reg .*not nan"),
-        ({"reg": math.inf}, "reg"),
-        ({"reg": 1e300}, "reg .*at most 1e12"),
-        ({"solver": "simplex"}, "solver must be sinkhorn or emd, not 'simplex'"),
-        ({"cost_scale": "min"}, "cost_scale"),
-        ({"rescale": "none"}, "rescale"),
-        ({"max_iterations": 0}, "max_iterations"),
-        ({"tolerance": -1e-9}, "tolerance"),
-        ({"tolerance": math.nan}, "tolerance"),
-    ],
-)
-def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        TransportSettings(**settings)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("solver", ["sinkhorn", "emd"])
 @pytest.mark.parametrize(
     ("source", "target", "message"),
@@ -56,24 +34,6 @@ def test_inputs_that_cannot_be_compared(solver: Any, source: torch.Tensor, targe
     assert "\n" not in str(caught.value)
 
 
-def test_memory_that_runs_out_once_is_asked_for_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = uneven(20, 20, 8)
-    asked: list[dict[str, int]] = []
-    distances = solving.distances
-
-    def scarce(x: torch.Tensor, y: torch.Tensor, **blocks: int) -> torch.Tensor:
-        asked.append(blocks)
-        if not blocks:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return distances(x, y, **blocks)
-
-    expected = solve(source, target, TransportSettings()).matrix()
-    monkeypatch.setattr(solving, "distances", scarce)
-    torch.testing.assert_close(solve(source, target, TransportSettings()).matrix(), expected)
-    assert asked[0] == {}
-    assert asked[1] == {"block_elements": 1 << 18}
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -82,15 +42,13 @@ def test_memory_that_runs_out_once_is_asked_for_in_small_blocks(monkeypatch: pyt
         MemoryError(),
     ],
 )
-def test_too_little_memory_names_the_bytes_needed(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_said_in_a_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> torch.Tensor:
         raise error
 
     monkeypatch.setattr(solving, "distances", fail)
-    source, target = uneven(20, 30, 8)
-    needed = 4 * (20 * 30 + (20 + 30) * 8)
-    with pytest.raises(ValueError, match=f"20 × 30 rows of 8 needs about {needed} bytes on cpu"):
-        solve(source, target, TransportSettings())
+    with pytest.raises(ValueError, match="20 × 30 rows needs more memory than is free on cpu"):
+        solve(*uneven(20, 30, 8), TransportSettings())
 
 
 def test_other_errors_are_not_taken_for_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +65,7 @@ def test_other_errors_are_not_taken_for_too_little_memory(monkeypatch: pytest.Mo
 def test_device_agrees_with_the_processor(reg: float) -> None:
     source, target = uneven(300, 260, 64)
     settings = TransportSettings(reg=reg, cost_scale="mean")
-    here, there = solve(source, target, settings), solve(source, target, settings, device="cuda")
+    here, there = solve(source, target, settings), solve(source.cuda(), target.cuda(), settings)
     assert there.matrix().is_cuda
     assert there.solution.cost == pytest.approx(here.solution.cost, rel=1e-4)
     torch.testing.assert_close(there.matrix().cpu() * 300, here.matrix() * 300, rtol=0, atol=1e-3)

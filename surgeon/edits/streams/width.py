@@ -98,10 +98,10 @@ def _in_memory(config: Mapping[str, Any], derived: Derived, times: int) -> Strea
             f"{told}: other parts of it put states as wide as the stream among the text's, where no text shows them;"
             " `extract_text` makes a text model, which may become wider"
         )
-    if (shared := shared_in(skeleton)) is not None:
+    if shared := shared_in(skeleton):
         raise BadInput(
-            f"{told}: its layers share a block (`{shared.paths[0]}`), and which sides of its tensors are the stream is"
-            " not known; insert layers, or use grafts"
+            f"{told}: its layers share a block (`{shared[0]}`), and which sides of its tensors are the stream is"
+            " not known; use grafts"
         )
     failed = ""
     with one_thread(), torch.no_grad():

@@ -274,7 +274,7 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
     if isinstance(asked, str):
         with at_line(loaded, number):
             found = find_plan(asked, beside=loaded.source.parent)
-        return load_plan(found.path, found.overrides)
+        return load_plan(found)
     # One seed is enough: tensors' names contain the slot's number, so slots get different random weights.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):

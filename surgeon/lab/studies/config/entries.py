@@ -167,9 +167,7 @@ class MethodSpec(Entry):
     label: Annotated[str | None, Field(min_length=1, max_length=80, description="label in tables and figures")] = None
     plan: Annotated[
         str | None,
-        Field(
-            min_length=1, description="shipped plan, plan file, or sweep (a method per point); its new tensors train"
-        ),
+        Field(min_length=1, description="shipped plan or plan file; its new tensors train"),
     ] = None
     set: Annotated[
         dict[str, Any] | None,

@@ -14,7 +14,6 @@ from surgeon import (
     SourceSpec,
     check_source,
     find_plan,
-    find_sweep,
     load_plan,
     overrides_of,
     shipped_studies,
@@ -23,7 +22,7 @@ from surgeon import (
 from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
 from surgeon.common.installation import lacking
 from surgeon.common.places import find_file, from_here, named
-from surgeon.common.yaml import Document, read_yaml
+from surgeon.common.yaml import read_yaml
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.lab.studies.config.entries import PEERS, StudyText
 from surgeon.lab.studies.config.schema import Study, spelled_out
@@ -91,7 +90,6 @@ def load_study(
     path = find_file(study, shipped_studies(), what=_WHAT)
     document = read_yaml(path, what=_WHAT, needs=_NEEDS)
     _spell_out(document.data)
-    _expand(document, path.parent)
     document.override(overrides, example="steps=100")
     for group, files in (("new", new), ("original", original), ("replayed", replayed)):
         if files:
@@ -123,47 +121,6 @@ def _spell_out(data: dict[str, Any]) -> None:
     for key, entry_of in _SHORT.items():
         if isinstance(data.get(key), list):
             data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
-
-
-def _expand(document: Document, folder: Path) -> None:
-    """Replace each method whose plan is a sweep with a method for each point, and copy its lines.
-
-    `folder` is the study's, where plans are looked for first. Raises BadInput for a sweep with mistakes in it.
-    """
-    lines, listed = document.lines, document.data.get("methods")
-    if not isinstance(listed, list):
-        return
-    entries: list[Any] = []
-    moved = {place: line for place, line in lines.items() if place[:1] != ("methods",) or len(place) < 2}
-    for number, entry in enumerate(listed):
-        own = {place[2:]: line for place, line in lines.items() if place[:2] == ("methods", number)}
-        for each in _points_of(entry, folder) if isinstance(entry, dict) else [entry]:
-            moved |= {("methods", len(entries), *place): line for place, line in own.items()}
-            entries.append(each)
-    document.data["methods"], document.lines = entries, moved
-
-
-def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Return a method for each point where the method's plan is a sweep; else only the method."""
-    if not isinstance(method.get("plan"), str):
-        return [method]
-    beside = folder / method["plan"]
-    loaded = find_sweep(beside if beside.is_file() else method["plan"])
-    if loaded is None:
-        return [method]
-    own = loaded.source.parent / loaded.sweep.plan
-    plan = str(own) if own.is_file() else loaded.sweep.plan
-    given = method.get("set")
-    found = []
-    for point in loaded.points:
-        settings = {**point.settings, **(given if isinstance(given, dict) else {})}
-        named = {key: f"{method[key]}{joined}{point.name}" for key, joined in _OF_POINT.items() if key in method}
-        found.append(method | {"name": point.name} | named | {"plan": plan} | ({"set": settings} if settings else {}))
-    return found
-
-
-# Separators between a method's name or label and the name of a sweep's point.
-_OF_POINT = {"name": "-", "label": ", "}
 
 
 _SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -218,7 +175,7 @@ def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
             wrong.append(f"{loaded.where('methods', number, 'plan')}method {error}{peers}")
             continue
         try:
-            found[method.called] = load_plan(plan.path, [*plan.overrides, *overrides_of(method.set or {})])
+            found[method.called] = load_plan(plan, overrides_of(method.set or {}))
         except BadInput as error:
             wrong += error.lines if isinstance(error, Mistakes) else [str(error)]
     return found
