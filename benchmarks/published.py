@@ -42,20 +42,10 @@ PLANS = {
     "heads": "{op: widen_attention, groups: double}",
     "stream": "{op: widen_hidden, times: 2}",
 }
-_AVERAGED = "init: {kind: ot_fusion, unaligned: average}"
 # What a type takes in the place of the above: whole periods where config.json says each layer's kind by a period, and
 # gaps whose two sides are of one kind.
 OTHERWISE = {
-    **{
-        name: {"fused": f"{{op: insert_layers, where: {{after: [{below}, {above}]}}, {_AVERAGED}}}"}
-        for name, below, above in (
-            ("bamba", 0, 3),
-            ("deepseek_v3", 1, 2),
-            ("falcon_h1", 0, 1),
-            ("gpt_neox", 0, 1),
-            ("lfm2", 0, 3),
-        )
-    },
+    "deepseek_v3": {"fused": "{op: insert_layers, where: {after: [1, 2]}, init: {kind: ot_fusion}}"},
     # Channels of embeddings per layer, whose order stands outside the layers.
     "gemma4_text": {
         "fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion, unaligned: average}}",
@@ -64,6 +54,8 @@ OTHERWISE = {
         "insert": "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}",
         "drop": "{op: drop_layers, layers: [0, 1, 2, 3]}",
     },
+    "bamba": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
+    "lfm2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
     # Experts that nobody has described how to align.
     "dbrx": {"fused": "{op: insert_layers, where: {after: [0, 1]}, init: {kind: ot_fusion, unaligned: average}}"},
 }
@@ -83,8 +75,8 @@ benchmarks/published_configs.py, which is written as its maker published it (siz
 and every stored buffer random), and a plan for each operation. Every output is verified (every byte; logits of prefill
 and cached generation in bfloat16 and float32) and, where it promises to be the base, reverted to every byte of it.
 † are layers of which some modules are averaged as they stand (Gemma 4's channels of embeddings per layer, whose order
-stands outside the layers; DBRX's experts, in the rows of matrices; state spaces, convolutions, latents, fused heads).
-`exact` and `rounding` are promises that held, `none` is an operation that promises nothing; numbers are reasons below.
+stands outside the layers; DBRX's experts, in the rows of matrices). `exact` and `rounding` are promises that held,
+`none` is an operation that promises nothing; numbers are reasons below.
 {otherwise}
 `published.jsonl` has each row's day, versions and seconds.
 """

@@ -12,11 +12,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
 
 from pydantic import JsonValue, TypeAdapter
 
-from surgeon.anatomy.attention_heads import heads_move
 from surgeon.anatomy.composing import activation_in, composition_of
 from surgeon.anatomy.derived import derive
+from surgeon.anatomy.family import Space
 from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.anatomy.growth import grown, layer_axis
+from surgeon.anatomy.inner_spaces import heads_move, inner_spaces
 from surgeon.anatomy.quantised import left_out, renumbered, skips
 from surgeon.anatomy.rows_of_ids import rows_of_ids
 from surgeon.anatomy.running import run_cached
@@ -151,6 +152,23 @@ class Derivation:
         If they can, heads are contiguous in the layer's tensors.
         """
         return heads_move(self.seen, self.seen.derived.kind_of[layer])
+
+    @kept
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """Return the spaces inside base layer `layer` whose units can change places, by suffix, as tried on a twin.
+
+        A space is left out where one of its tensors is stored differently from how it is in memory.
+        """
+        seen, kind = self.seen, self.seen.derived.kind_of[layer]
+        if seen.packed[kind]:
+            return ()
+        back = {name: suffix for suffix, name in seen.places(kind).items()}
+        found = inner_spaces(seen.config, seen.skeleton, seen.firsts[kind][0], seen.skeleton.sizes.heads)
+        return tuple(
+            space._replace(slots=tuple(slot._replace(suffix=back[slot.suffix]) for slot in space.slots))
+            for space in found
+            if back.keys() >= {slot.suffix for slot in space.slots}
+        )
 
     @kept
     def linear(self, layer: int) -> dict[str, tuple[int, ...]]:

@@ -103,6 +103,23 @@ class Part:
         return self.blocks[0][0]
 
 
+class Slot(NamedTuple):
+    """The place of a space's units in a tensor: along `axis`, from `start` on, `each` numbers per unit."""
+
+    suffix: str
+    axis: int
+    start: int
+    each: int
+
+
+class Space(NamedTuple):
+    """A space by its name in the layer, with its number of units, and the slots that hold them."""
+
+    name: str
+    units: int
+    slots: tuple[Slot, ...]
+
+
 def inner_width(part: Part) -> int:
     """Return the number of neurons that the down projection of an FFN, or of one of its experts, reads."""
     return part.shape[-2 if part.expert is not None and part.expert.transposed else -1]

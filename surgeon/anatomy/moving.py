@@ -32,12 +32,12 @@ class Mover:
     def __init__(self, run: Run) -> None:
         self._run, self._before = run, run.output().clone()
 
-    def holds(self, moves: Sequence[Move], parts: Iterable[Sequence[Move]]) -> bool:
+    def holds(self, moves: Sequence[Move], parts: Iterable[Sequence[Move]], *, least: float = OTHER) -> bool:
         """Return whether all moves together change nothing, and each of `parts` by itself something.
 
-        Changes are shares of the output's largest entry: nothing is less than `SAME`, something more than `OTHER`.
+        Changes are shares of the output's largest entry: nothing is less than `SAME`, something more than `least`.
         """
-        return self._apart(moves) < SAME and all(self._apart(part) > OTHER for part in parts)
+        return self._apart(moves) < SAME and all(self._apart(part) > least for part in parts)
 
     def _apart(self, moves: Sequence[Move]) -> float:
         """Move units, run the layer and move them back; return the output's change as a share of its largest entry.

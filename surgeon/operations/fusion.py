@@ -1,17 +1,22 @@
 """Recipes for a layer fused by optimal transport: OpT-DeUS, Algorithm 1, with the flow of Tables 1 and 7.
 
 Plain data: which map aligns which module from which side. The maps are computed in `surgeon.transport`.
+
+Spaces inside a layer (anatomy/inner_spaces.py) are sets of interchangeable units; one map for each space aligns them,
+wherever they occur. The lower layer's units are matched with the upper layer's by everything that the tensors hold for
+them, and moved everywhere: the layer computes a sum over units, in any order. Rows that belong to no space are averaged
+without alignment.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from surgeon.anatomy.anatomy import LayerKind
-from surgeon.anatomy.family import Part, Role
+from surgeon.anatomy.anatomy import Anatomy, LayerKind
+from surgeon.anatomy.family import Part, Role, Slot, Space
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import (
     IDENTITY,
@@ -21,11 +26,106 @@ from surgeon.blueprint.recipes import (
     MapRef,
     Recipe,
     TextSupport,
+    Units,
     WholeHeads,
     average,
 )
 from surgeon.errors import BadInput, printable
 from surgeon.operations.expert_fusion import fuse_experts, is_of_experts, of_experts, router_of
+
+_ROWS, _COLUMNS = 0, 1
+
+
+def spaces_of(anatomy: Anatomy, layer: int, kind: LayerKind) -> tuple[Space, ...]:
+    """Return the spaces of base layer `layer` that align modules without a known role; not searched if all have roles.
+
+    A space whose units are rows of a module that has a role, and so a map of its own, is left out.
+    """
+    if all(part.blocks for part in kind.parts):
+        return ()
+    known = {part.suffix for part in kind.parts if part.blocks}
+    found = anatomy.derivation.spaces(layer)
+    return tuple(s for s in found if not any(slot.axis == _ROWS and slot.suffix in known for slot in s.slots))
+
+
+def of_spaces(spaces: Iterable[Space]) -> set[str]:
+    """Return the suffixes of tensors that spaces align, including biases of modules that read a space."""
+    found = {slot.suffix for space in spaces for slot in space.slots}
+    return found | {f"{suffix.removesuffix('.weight')}.bias" for suffix in found}
+
+
+def columns_of(spaces: Iterable[Space], suffix: str, label: str) -> MapRef:
+    """Return the map that aligns a tensor's columns; the identity where they belong to no space."""
+    found = (_map(space, slot, label) for space, slot in _slots(spaces, suffix, _COLUMNS))
+    return next(found, IDENTITY)
+
+
+def blocks_of(spaces: Collection[Space], part: Part, label: str) -> tuple[Block, ...]:
+    """Return the blocks that align a tensor without a role, from its first row to its last."""
+    t_in = columns_of(spaces, part.suffix, label)
+    blocks: list[Block] = []
+    begin = 0
+    for space, slot in sorted(_slots(spaces, part.suffix, _ROWS), key=lambda each: each[1].start):
+        if slot.start > begin:
+            blocks.append(Block(begin, slot.start, t_in, IDENTITY))
+        begin = slot.start + space.units * slot.each
+        blocks.append(Block(slot.start, begin, t_in, _map(space, slot, label), own=False))
+    if begin < part.shape[0]:
+        blocks.append(Block(begin, part.shape[0], t_in, IDENTITY))
+    return tuple(blocks)
+
+
+def add_spaces(
+    draft: Draft,
+    spaces: Sequence[Space],
+    lower: Mapping[str, Recipe],
+    upper: Mapping[str, Recipe],
+    *,
+    label: str,
+    settings: Mapping[str, object],
+    cost_first: bool,
+) -> None:
+    """Add to the draft a coupling for each space, named `{label}.{space}`: it matches units of `lower` and `upper`.
+
+    With `cost_first` units are compared before the columns that belong to other spaces are moved.
+    """
+    rows = {slot.suffix for space in spaces for slot in space.slots if slot.axis == _ROWS}
+    for space in spaces:
+        # Tensors whose rows belong to another space are compared there.
+        own = [slot for slot in space.slots if slot.axis == _ROWS or slot.suffix not in rows]
+        t_in = {
+            slot.suffix: IDENTITY if cost_first or slot.axis == _COLUMNS else columns_of(spaces, slot.suffix, label)
+            for slot in own
+        }
+        draft.add_coupling(
+            Coupling(
+                name=f"{label}.{space.name}",
+                first=_units(space, own, lower, t_in),
+                second=_units(space, own, upper, {}),
+                start=0,
+                stop=space.units,
+                t_in=IDENTITY,
+                settings=tuple(sorted(settings.items())),
+                cost_first=cost_first,
+            )
+        )
+
+
+def _units(space: Space, slots: Sequence[Slot], tensors: Mapping[str, Recipe], t_in: Mapping[str, MapRef]) -> Units:
+    """Return the recipe of a space's units: a row for each unit, with everything that its slots hold for it."""
+    parts = tuple((tensors[s.suffix], t_in.get(s.suffix, IDENTITY), s.axis, s.start, s.each) for s in slots)
+    return Units(parts, space.units)
+
+
+def _map(space: Space, slot: Slot, label: str) -> MapRef:
+    """Return the map of a space, for a slot with `each` rows or columns per unit."""
+    return MapRef(f"{label}.{space.name}", spread=slot.each)
+
+
+def _slots(spaces: Iterable[Space], suffix: str, axis: int) -> list[tuple[Space, Slot]]:
+    """Return the (space, slot) pairs at one axis of a tensor."""
+    return [(space, slot) for space in spaces for slot in space.slots if (slot.suffix, slot.axis) == (suffix, axis)]
+
 
 Order = Literal["align_first", "cost_first"]
 Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
@@ -65,14 +165,21 @@ def fuse_layers(
     kind = draft.kind_of(below)
     if support is not None:
         _check_support(draft, below, kind)
-    _check_aligned(draft.anatomy.family.model_type, kind, skip, unaligned)
+    spaces = spaces_of(draft.anatomy, draft.layers[below].like, kind)
+    _check_aligned(draft.anatomy.family.model_type, kind, skip, unaligned, spaces)
+    if support is not None and spaces:
+        raise BadInput(
+            f"`support: activations` compares what modules put out, and {spaces[0].name} of layer {below} are compared"
+            " by all that they are; use `support: weights`"
+        )
     if heads == "blocks":
         _check_whole_heads(draft, below)
     lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
     parts = tuple(part for part in kind.parts if not is_of_experts(part))
-    flow_of = _Flow(flow, heads, label, parts)
+    flow_of = _Flow(flow, heads, label, parts, spaces)
     whole_heads = _whole_heads(draft, parts, lower, upper, label) if heads == "blocks" else None
     cost_first = order == "cost_first"
+    add_spaces(draft, spaces, lower, upper, label=label, settings=settings, cost_first=cost_first)
     needed = _needed_roles(parts, flow_of, skip, experts=router_of(kind.parts) is not None)
     for role in (role for role in _SOLVED if role in needed):
         part, start, stop = _rows_of(parts, role)
@@ -109,20 +216,23 @@ class Ways:
         return "; ".join(filter(None, (matched, averaged)))
 
 
-def ways(kind: LayerKind, skip: frozenset[str]) -> Ways:
-    """Return how layers of this kind are fused, if the tensors in `skip` become constants."""
+def ways(anatomy: Anatomy, layer: int, kind: LayerKind, skip: frozenset[str]) -> Ways:
+    """Return how layers like base layer `layer` are fused, if the tensors in `skip` become constants."""
     router = router_of(kind.parts)
-    return Ways("" if router is None else _module(router.suffix), tuple(_unaligned(kind, skip)))
+    left = tuple(_unaligned(kind, skip, spaces_of(anatomy, layer, kind)))
+    return Ways("" if router is None else _module(router.suffix), left)
 
 
-def _check_aligned(model_type: str, kind: LayerKind, skip: frozenset[str], unaligned: Unaligned) -> None:
+def _check_aligned(
+    model_type: str, kind: LayerKind, skip: frozenset[str], unaligned: Unaligned, spaces: Sequence[Space]
+) -> None:
     """Raise BadInput where nothing of a layer can be aligned, or a module cannot be and the plan refuses that."""
-    if not any(role in _SOLVED for part in kind.parts for role, _ in part.blocks):
+    if not spaces and not any(role in _SOLVED for part in kind.parts for role, _ in part.blocks):
         raise BadInput(
             f"which tensors of a {model_type} layer are query, key, value, output, gate, up and down is not described,"
             " so nothing can be aligned; use init average, copy or random"
         )
-    left = _unaligned(kind, skip)
+    left = _unaligned(kind, skip, spaces)
     if left and unaligned == "refuse":
         of = f" ({printable(kind.title)})" if kind.title else ""
         raise BadInput(
@@ -132,12 +242,13 @@ def _check_aligned(model_type: str, kind: LayerKind, skip: frozenset[str], unali
         )
 
 
-def _unaligned(kind: LayerKind, skip: frozenset[str]) -> list[str]:
-    """Return modules without a known role, each once, all experts as one.
+def _unaligned(kind: LayerKind, skip: frozenset[str], spaces: Sequence[Space]) -> list[str]:
+    """Return modules without a known role and outside every space, each once, all experts as one.
 
     Left out are tensors that a constant replaces, and single numbers, which have nothing to align.
     """
-    left = [part for part in kind.parts if not part.blocks and part.suffix not in skip and math.prod(part.shape) > 1]
+    known = of_spaces(spaces) | skip
+    left = [part for part in kind.parts if not part.blocks and part.suffix not in known and math.prod(part.shape) > 1]
     return list(dict.fromkeys(_module(part.suffix) for part in left))
 
 
@@ -210,6 +321,7 @@ class _Flow:
     heads: Heads
     label: str
     parts: tuple[Part, ...]
+    spaces: tuple[Space, ...] = ()
 
     @property
     def output_follows_query(self) -> bool:
@@ -220,7 +332,13 @@ class _Flow:
         return query is not None and output is not None and output[0].shape[1] == query[2] - query[1]
 
     def t_in(self, role: Role) -> MapRef:
-        """Return the map that aligns a matrix's input side (Tables 1 and 7). A router reads what gate and up read."""
+        """Return the map that aligns a matrix's input side (Tables 1 and 7). A router reads what gate and up read.
+
+        A matrix whose columns belong to a space follows that space's units.
+        """
+        found = _weight_rows(self.parts, role)
+        if found is not None and (inner := columns_of(self.spaces, found[0].suffix, self.label)) != IDENTITY:
+            return inner
         if role in _READ_OUTPUT and _weight_rows(self.parts, "output") is not None:
             return MapRef(f"{self.label}.output", half_identity=self.kind in ("vanilla_mlp", "vanilla"))
         if role == "output" and self.output_follows_query:
@@ -305,6 +423,8 @@ def _t_out(part: Part, role: Role, label: str, parts: tuple[Part, ...]) -> MapRe
 
 def _blocks(part: Part, flow: _Flow, parts: tuple[Part, ...]) -> tuple[Block, ...]:
     """Return the blocks that align a tensor; none for a tensor that is averaged."""
+    if not part.blocks:
+        return blocks_of(flow.spaces, part, flow.label) if part.suffix in of_spaces(flow.spaces) else ()
     blocks: list[Block] = []
     start = 0
     for role, rows in part.blocks:

@@ -233,7 +233,7 @@ class TransportInit(Init):
 
     def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
         """Describe how experts are matched, and what is only averaged; empty for an ordinary layer."""
-        return str(ways(anatomy.kinds[anatomy.kind_of[layer]].opened, zeroed))
+        return str(ways(anatomy, layer, anatomy.kinds[anatomy.kind_of[layer]].opened, zeroed))
 
     @property
     def transport_settings(self) -> dict[str, object]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -166,3 +167,32 @@ class HalfIdentity(TransportMap):
         half = self._inner.matrix().mul_(0.5)
         half.diagonal().add_(0.5 / self.n)
         return half
+
+
+class Spread(TransportMap):
+    """A map T ⊗ I/size: whole units of `size` rows onto whole units, for a map T between units.
+
+    Its solution is derived from T's. `factor` multiplies the inner map's own scale: 1, or 1/size where entries sum to
+    1.
+    """
+
+    def __init__(self, inner: TransportMap, size: int, factor: float) -> None:
+        self._inner, self._size, self._factor = inner, size, factor
+        of = inner.solution
+        self.solution = replace(of, rows=of.rows * size, columns=of.columns * size, entropy=of.entropy + math.log(size))
+
+    def align_rows(self, weight_ND: Tensor) -> Tensor:
+        """Return s · Tᵀ · W, (m · size, d)."""
+        units = weight_ND.reshape(self._inner.n, -1)
+        return self._inner.align_rows(units).mul_(self._factor).reshape(-1, *weight_ND.shape[1:])
+
+    def align_columns(self, weight_RN: Tensor) -> Tensor:
+        """Return s · W · T, (r, m · size)."""
+        units = weight_RN.reshape(len(weight_RN), self._inner.n, self._size).transpose(1, 2)
+        made = self._inner.align_columns(units.reshape(-1, self._inner.n)).mul_(self._factor)
+        return made.reshape(len(weight_RN), self._size, -1).transpose(1, 2).reshape(len(weight_RN), -1)
+
+    def matrix(self) -> Tensor:
+        """Return T ⊗ I/size itself, its entries summing to 1."""
+        within = torch.eye(self._size).to(inner := self._inner.matrix())
+        return torch.kron(inner, within) / self._size

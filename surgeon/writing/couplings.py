@@ -17,7 +17,7 @@ from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
 from surgeon.transport.heads import AttentionWeights, head_maps
-from surgeon.transport.maps import HalfIdentity, TransportMap, TransportSettings
+from surgeon.transport.maps import HalfIdentity, Spread, TransportMap, TransportSettings
 from surgeon.transport.solving import match_rows, solve
 
 # More windows would save reading the base again, but cost memory for attention.
@@ -59,6 +59,9 @@ class Maps:
             else:
                 self._solve_heads(coupling.whole_heads)
         found = self._maps[ref.coupling]
+        if ref.spread > 1:
+            settings = TransportSettings(**dict(self._couplings[ref.coupling].settings))
+            return Spread(found, ref.spread, settings.factor(ref.spread) / ref.spread)
         return HalfIdentity(found) if ref.half_identity else found
 
     def aligned(self, coupling: str) -> Tensor:

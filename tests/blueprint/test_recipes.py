@@ -44,6 +44,7 @@ from surgeon.blueprint.recipes import (
     Shuffled,
     Summed,
     Trained,
+    Units,
     Unpacked,
     average,
     columns,
@@ -230,6 +231,14 @@ CASES: dict[str, Case] = {
     "fused vector": Case(
         Fused(base("v"), base("w"), (Block(0, 6, MapRef(), MapRef("rows")),)),
         (T6.T @ BASE["v"].double() + BASE["w"].double()) / 2,
+    ),
+    "fused by a map of more": Case(
+        Fused(base("a"), base("b"), (Block(0, 6, MapRef("columns"), MapRef("rows"), own=False),)),
+        (T6.T @ A @ T4 + B) / 2,
+    ),
+    "units": Case(
+        Units(((base("a"), MapRef("columns"), 0, 2, 2), (base("b"), MapRef(), 1, 0, 2)), 2),
+        torch.cat([(A @ T4)[2:].reshape(2, 8), B.T.reshape(2, 12)], 1) / 2,
     ),
     "interpolated": Case(Interpolated(base("a"), base("b"), 0.25), A + 0.25 * (B - A)),
     "interpolated by a logit": Case(

@@ -37,8 +37,10 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 1},
 }
 # What nobody knows how to align there.
-LATENT = ("kv_a_layernorm", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm", "q_a_proj", "q_b_proj")
-AVERAGED = {"gpt_oss": ["self_attn.sinks"], "deepseek_v3": [f"self_attn.{word}" for word in LATENT]}
+AVERAGED = {"gpt_oss": ["self_attn.sinks"]}
+# What is aligned by latents and heads, before anything else of the layer.
+LATENT = [f"self_attn.{word}.weight" for word in ("q_a_proj", "q_a_layernorm", "q_b_proj")]
+LATENT += [f"self_attn.{word}.weight" for word in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")]
 # The projections of one expert on disk, where these are stored one by one.
 ONE_BY_ONE = {
     "qwen3_moe": "mlp.experts.{}.{}_proj.weight",
@@ -146,11 +148,38 @@ def matched(first: np.ndarray, second: np.ndarray, groups: int) -> list[int]:
     return min(tried, key=lambda partners: cost[partners, range(len(second))].sum())
 
 
+def of_units(held: Layer, heads: int) -> np.ndarray:
+    """Of every head of latent attention what it has, a row for each, so long that distances are means over rows."""
+    parts = [held["self_attn.q_b_proj.weight"], held["self_attn.kv_b_proj.weight"], held["self_attn.o_proj.weight"].T]
+    rows = sum(len(part) for part in parts) // heads
+    return np.concatenate([part.reshape(heads, -1) for part in parts], axis=1) / np.sqrt(rows)
+
+
+def latents_moved(lower: Layer, upper: Layer, heads: int, *, reg: float, solver: str) -> Layer:
+    """A layer whose latents, then heads, are moved to those of another that they match, wherever they occur."""
+    moved = {name: value.copy() for name, value in lower.items()}
+    for down, norm, up in (LATENT[:3], LATENT[3:]):
+        rank = len(lower[norm])
+        first, second = (np.column_stack([x[down][:rank], x[norm]]) / np.sqrt(2) for x in (lower, upper))
+        to = rank * reference.transport(first, second, reg=reg, solver=solver)
+        moved[down][:rank], moved[norm] = to.T @ lower[down][:rank], to.T @ lower[norm]
+        moved[up] = lower[up] @ to
+    to = heads * reference.transport(of_units(moved, heads), of_units(upper, heads), reg=reg, solver=solver)
+    for name in (LATENT[2], LATENT[5]):
+        moved[name] = np.kron(to, np.eye(len(moved[name]) // heads)).T @ moved[name]
+    output = moved["self_attn.o_proj.weight"]
+    moved["self_attn.o_proj.weight"] = output @ np.kron(to, np.eye(output.shape[1] // heads))
+    return moved
+
+
 def check(
     base: Path, out: Path, model_type: str, *, groups: int = 1, reg: float = 0.06, solver: str = "sinkhorn"
 ) -> list[int]:
     """Compare every tensor of the layer between layers 1 and 2 with the reference; returns the partners."""
     lower, upper, new = layer(base, 1), layer(base, 2), layer(out, 2)
+    if model_type == "deepseek_v3":
+        heads = json.loads((base / "config.json").read_text())["num_attention_heads"]
+        lower = latents_moved(lower, upper, heads, reg=reg, solver=solver)
     first, second = experts_of(lower, model_type), experts_of(upper, model_type)
     output = "self_attn.o_proj.weight"
     t_o = len(upper[output]) * reference.transport(lower[output], upper[output], reg=reg, solver=solver)
@@ -159,7 +188,7 @@ def check(
     others = reference.fuse(others_of(lower), others_of(upper), reg=reg, solver=solver)
     expected |= {f"plain {name}": value for name, value in others.items()}
     found = experts_of(new, model_type) | {f"plain {n}": v for n, v in others_of(new).items()}
-    for suffix in (name for name in new if name.removesuffix(".weight") in AVERAGED.get(model_type, ())):
+    for suffix in (name for name in new if name in LATENT or name in AVERAGED.get(model_type, ())):
         expected[suffix], found[suffix] = 0.5 * (lower[suffix] + upper[suffix]), new[suffix]
     assert found.keys() == expected.keys()
     assert sum(value.size for value in found.values()) == sum(value.size for value in new.values())

@@ -79,12 +79,62 @@ class Fused(_OfTwo):
 
     @staticmethod
     def _aligned(lower: Tensor, block: Block, bench: Bench) -> Tensor:
-        """Return a matrix's rows aligned along both maps; of a solved map the bench has those with aligned columns."""
+        """Return a matrix's rows aligned along both maps.
+
+        For an `own` map the bench already has the rows with aligned columns, so only the rows are aligned here.
+        """
         if block.t_out.coupling is None:
             return bench.align_columns(lower, block.t_in)
+        if not block.own:
+            return bench.align_rows(bench.align_columns(lower, block.t_in), block.t_out)
         solved = bench.map_of(block.t_out)
         with bench.stage("align rows"):
             return solved.align_rows(bench.aligned(block.t_out.coupling))
+
+
+@dataclass(frozen=True)
+class Units(Recipe):
+    """One row for each of `units`, with everything that the tensors hold for the unit.
+
+    Rows are divided by √rows, so that their distances are a mean. `parts` are tuples of a tensor, the map of its
+    columns, the axis along which units lie, where they begin, and how many numbers of the axis each unit has.
+    """
+
+    parts: tuple[tuple[Recipe, MapRef, int, int, int], ...]
+    units: int
+
+    @property
+    def dtype(self) -> str:
+        """Return full precision: the rows are only compared, and are stored in no file."""
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (number of units, how many numbers the tensors hold for each unit)."""
+        held = [each * part.numel // part.shape[axis] for part, _, axis, _, each in self.parts]
+        return self.units, sum(held)
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """Return the tensors of all parts."""
+        return tuple(part for part, *_ in self.parts)
+
+    @property
+    def own_maps(self) -> tuple[str, ...]:
+        """Return the names of the maps of their columns."""
+        return tuple(dict.fromkeys(t_in.coupling for _, t_in, *_ in self.parts if t_in.coupling is not None))
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Align the tensors, cut them into units and join the results."""
+        import torch
+
+        held = []
+        for part, t_in, axis, start, each in self.parts:
+            value = bench.working(part)
+            value = bench.align_columns(value, t_in) if value.ndim == 2 else value
+            held.append(value.movedim(axis, 0)[start : start + self.units * each].reshape(self.units, -1))
+        rows = sum(each for *_, each in self.parts)
+        return torch.cat(held, dim=1).div_(rows**0.5)
 
 
 def average(first: Recipe, second: Recipe) -> Fused:

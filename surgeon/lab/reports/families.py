@@ -160,7 +160,7 @@ def _kinds(anatomy: Anatomy) -> Iterator[KindOfLayer]:
     encoder = anatomy.family.encoder
     for (number, title), layers in found.items():
         kind = anatomy.kinds[number]
-        fusion = ways(kind, frozenset(kind.silence))
+        fusion = ways(anatomy, anatomy.kind_of.index(number), kind, frozenset(kind.silence))
         yield KindOfLayer(
             title or "every layer",
             tuple(layers),

@@ -108,9 +108,13 @@ class TransportReport:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that have maps, in the order of a layer; all experts count as one."""
-        groups = {found.group for found in self.maps}
-        return tuple(module for module in (*MODULES, *_OF_EXPERTS) if module in groups)
+        """The modules that have maps: first spaces (latents, heads), then modules in the order of a layer.
+
+        All experts count as one.
+        """
+        groups = dict.fromkeys(found.group for found in self.maps)
+        spaces = [group for group in groups if group not in (*MODULES, *_OF_EXPERTS)]
+        return (*spaces, *(module for module in (*MODULES, *_OF_EXPERTS) if module in groups))
 
     def mean(self, module: str) -> float:
         """Return the mean entropy of a module's maps over layers, neighbours and experts."""
