@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import TypeGuard
 
 from surgeon.blueprint.recipes import Imported, Product, Step, Trained
@@ -199,22 +198,18 @@ class Sorted:
         self.pairs[parameter] = product
 
     def _packing(self, product: Product, experts: Experts) -> bool:
-        """Return whether a pair for square matrices is transposed, by the adapter's other pairs or the release of PEFT.
+        """Return whether a pair for square matrices is transposed, by the adapter's other pairs.
 
-        Raises BadInput where neither decides it.
+        Raises BadInput where these do not decide it.
         """
         others = {each.turned for each in self.pairs.values() if each.expert is not None}
-        if len(others) == 1:
-            return others.pop()
-        outputs_first = self.settings.packs_outputs_first
-        if outputs_first is None or any(place.layout.transposed for place in experts.places):
+        if len(others) != 1:
             raise self._refused(
                 product.down.tensor,
                 f"the experts' matrices are square ({experts.rows} by {experts.columns}), which PEFT packs one way up"
-                " to 0.18 and the other way from 0.19, and its config's `peft_version` does not say which; merge it"
-                " with the PEFT that trained it",
+                " to 0.18 and the other way from 0.19; merge it with the PEFT that trained it",
             )
-        return not outputs_first
+        return others.pop()
 
     def _pair(self, tensors: Mapping[str, str], names: tuple[str, str]) -> tuple[str, str]:
         """Return (A, B): the names of the two tensors.
@@ -395,14 +390,9 @@ class Sorted:
         """
         found = self.model.find(name)
         if found is None:
-            why = "the adapter is for another base"
+            why = "the adapter is for another base, or its names are not PEFT's"
             if tensor.endswith(".lora_B.bias") and self.model.find(name.removesuffix("bias") + "weight"):
                 why = "`lora_bias` goes into a module's own bias, and this has none; train it without `lora_bias`"
-            above = accumulate(name.split(".")[:-2], "{}.{}".format)
-            if not tensor.startswith(_PEFT) or ".lora_" in name or any(self.model.find(f"{m}.weight") for m in above):
-                why = "no adapter of PEFT's has such a name"
-            if inner := next((each for each in self.model.places if name.endswith(f".{each}")), ""):
-                why = f"take `{printable(name.removesuffix(inner))}` out of the names, in a copy of the adapter"
             if name.startswith(_HEADS):
                 why = "merge with PEFT, into the model with the head that it was trained with"
             raise self._refused(tensor, f"the base has no {printable(name)}: {why}")

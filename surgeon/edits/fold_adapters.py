@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ from surgeon.edits.widths import ROUNDING, check_alone, check_free, widen
 from surgeon.errors import BadInput
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.growing import divisor_of
-from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.operation import Operation
 from surgeon.runtime.adapters_rules import ADAPTER
 
 _PROJECTIONS: Mapping[Role, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -31,10 +31,8 @@ _PROJECTIONS: Mapping[Role, str] = {"gate": "gate_proj", "up": "up_proj", "down"
 class FoldAdapters(Operation):
     """Fold adapters without a gate into the FFN, as native width."""
 
-    papers: ClassVar[tuple[Paper, ...]] = GatedAdapters.papers
-    training: ClassVar[TrainingDefaults] = replace(
-        GatedAdapters.training, source="those of gated_adapters, at their paper's rate", lr=2e-4
-    )
+    papers = GatedAdapters.papers
+    training = replace(GatedAdapters.training, source="those of gated_adapters, at their paper's rate", lr=2e-4)
 
     op: Literal["fold_adapters"]
     multiple_of: Annotated[

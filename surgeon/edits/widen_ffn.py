@@ -6,9 +6,8 @@ too. The native class with larger widths, and the same function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -36,9 +35,9 @@ NET2NET = Paper(
 class WidenFFN(Operation):
     """Add neurons to every FFN, which add nothing at birth."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (NET2NET, COMPOSABLE)
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: new neurons alone", lr=2e-4)
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"by": 8},)
+    papers = (NET2NET, COMPOSABLE)
+    training = TrainingDefaults("ours, no paper's: new neurons alone", lr=2e-4)
+    examples = ({"by": 8},)
 
     op: Literal["widen_ffn"]
     to: Annotated[int | None, Field(ge=1, le=LARGEST_SIZE, description="the new width, where all FFNs have one")] = None

@@ -9,7 +9,7 @@ with a reader's whole weight on the first copy). The native class with a larger 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,7 +32,7 @@ _MOST_AXES = 2
 class WidenHidden(Operation):
     """Widen the residual stream, which adds nothing at birth."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "chen2022bert2bert",
             "Chen, Cheng and Yin, Yichun and Shang, Lifeng and others",
@@ -50,8 +50,8 @@ class WidenHidden(Operation):
             "ICLR",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: what the wider stream brings", lr=2e-4)
-    examples: ClassVar[tuple[dict[str, object], ...]] = ({"times": 2},)
+    training = TrainingDefaults("ours, no paper's: what the wider stream brings", lr=2e-4)
+    examples = ({"times": 2},)
 
     op: Literal["widen_hidden"]
     times: Annotated[

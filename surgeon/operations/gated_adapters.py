@@ -50,7 +50,7 @@ class LocalLoss(Spec):
 class GatedAdapters(Operation):
     """Add gated adapters parallel to the FFN of chosen layers."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "signetalla2024neutral",
             r"Signe Talla, Franck and Grave, {\'E}douard and J{\'e}gou, Herv{\'e}",
@@ -59,17 +59,17 @@ class GatedAdapters(Operation):
             "2410.02744",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+    training = TrainingDefaults(
         "Neutral Residues, section 4.1 and Table 8: 2e-4, betas 0.9 and 0.95, 64 sequences of 4096, p = 0.1; rate"
         " measured",
         lr=1e-2,
         betas=(0.9, 0.95),
         original_share=0.1,
     )
-    grafts: ClassVar[tuple[str, ...]] = ("adapters",)
+    grafts = ("adapters",)
     legend: ClassVar[Mapping[str, Legend]] = {"A": Legend("gated adapter beside the FFN (Neutral Residues)", 1)}
 
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"size": 8},)
+    examples = ({"size": 8},)
 
     op: Literal["gated_adapters"]
     layers: Annotated[LayerSelector, Field(description="the layers that get an adapter")] = "all"

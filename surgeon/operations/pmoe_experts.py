@@ -34,7 +34,7 @@ from surgeon.operations.imported_lora import (
     slot_tensors,
 )
 from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.operations.prepare import OpenedBase
 from surgeon.operations.sites import check_adapted
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
 
@@ -78,7 +78,7 @@ class _Place:
 class PMoEExperts(Operation):
     """Add LoRA slots for tasks above a threshold, and one shared LoRA below it; on a model with slots, more slots."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "jung2024pmoe",
             "Jung, Min Jae and Kim, JooHee",
@@ -87,19 +87,19 @@ class PMoEExperts(Operation):
             "2407.21571",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+    training = TrainingDefaults(
         "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay; the rate is ours, for small runs",
         lr=1e-2,
         original_share=0.01,
     )
-    grafts: ClassVar[tuple[str, ...]] = ("experts", "expert_router")
+    grafts = ("experts", "expert_router")
     legend: ClassVar[Mapping[str, Legend]] = {
         "S": Legend("PMoE slots, by number", 0),
         "L": Legend("shared LoRA (PMoE, below the router)", 5),
         "R": Legend("PMoE's router", 4),
     }
 
-    facts: ClassVar[type[Facts] | None] = AdapterFacts
+    facts = AdapterFacts
 
     op: Literal["pmoe_experts"]
     threshold: Annotated[

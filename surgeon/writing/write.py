@@ -163,7 +163,6 @@ class _Share:
                 computing.base,
                 device=computing.device,
                 stopwatch=self.stopwatch,
-                plan_source=computing.plan_source,
                 adapters=computing.adapters,
                 models=computing.models,
             )

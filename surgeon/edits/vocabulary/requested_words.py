@@ -154,10 +154,6 @@ def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
             if character not in old.taken and character not in new.contents and made_of:
                 new.add(NewToken(character, score=old.lowest), made_of)
         ids = with_characters(old, new, ids)
-    if old.read.kind == "WordPiece" and any(number in old.refused for number in ids):
-        # A word with an unknown character is unknown as a whole, so its pieces are not known.
-        new.add(NewToken(word), ())
-        return
     if any(number in old.refused for number in ids):
         raise BadInput(f"{shown}: has a character that the tokenizer does not know; leave it out")
     if old.read.kind != "BPE":
