@@ -8,9 +8,10 @@ config names must have its tensors: a missing tensor, a surplus tensor or a wron
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeGuard
 
 from surgeon.blueprint.recipes import Imported, Product, Step, Trained
@@ -390,9 +391,14 @@ class Sorted:
         """
         found = self.model.find(name)
         if found is None:
-            why = "the adapter is for another base, or its names are not PEFT's"
+            why = "the adapter is for another base"
             if tensor.endswith(".lora_B.bias") and self.model.find(name.removesuffix("bias") + "weight"):
                 why = "`lora_bias` goes into a module's own bias, and this has none; train it without `lora_bias`"
+            above = accumulate(name.split(".")[:-2], "{}.{}".format)
+            if not tensor.startswith(_PEFT) or ".lora_" in name or any(self.model.find(f"{m}.weight") for m in above):
+                why = "no adapter of PEFT's has such a name"
+            if inner := next((each for each in self.model.places if name.endswith(f".{each}")), ""):
+                why = f"take `{printable(name.removesuffix(inner))}` out of the names, in a copy of the adapter"
             if name.startswith(_HEADS):
                 why = "merge with PEFT, into the model with the head that it was trained with"
             raise self._refused(tensor, f"the base has no {printable(name)}: {why}")
@@ -446,8 +452,3 @@ def sets_whole(step: Step) -> TypeGuard[Trained]:
 def _is_head(path: str) -> bool:
     """Return whether a module is an output head, by its name."""
     return ends(path, "lm_head") or ends(path, "embed_out")
-
-
-def deltas(steps: Mapping[str, list[Step]]) -> Iterator[tuple[str, Product]]:
-    """Yield (parameter, product) for every low-rank product."""
-    return ((name, step) for name, of in steps.items() for step in of if isinstance(step, Product))

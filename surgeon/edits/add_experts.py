@@ -68,6 +68,12 @@ class AddExperts(Operation):
     training = TrainingDefaults("ours, no paper's: copies learn apart by all weights", lr=5e-5)
     examples = ({"times": 2, "top_k": "grown"}, {"times": 2})
 
+    way_on = (
+        "its router does not give copies shares of one weight (scores that are not normalised, or groups that are"
+        " chosen first), or its choice or weights depend on experts that no token takes; use `how: duplicate` with"
+        " `top_k: fixed`, which promises nothing"
+    )
+
     op: Literal["add_experts"]
     how: Annotated[
         Literal["duplicate", "zero"],
@@ -98,16 +104,6 @@ class AddExperts(Operation):
         if self.top_k == "grown" and self.times is None:
             raise ValueError("`top_k: grown` needs `times`: as many copies of each expert, nothing to choose")
         return self
-
-    @property
-    def way_on(self) -> str:
-        """Return why a twin of the output may break the promise, and what to do then."""
-        if self.how == "zero":
-            return "its router's choice or weights depend on experts that no token takes; use `how: duplicate`"
-        return (
-            "its router does not give copies shares of one weight (scores that are not normalised, or groups that are"
-            " chosen first); use `top_k: fixed`, which promises nothing"
-        )
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Add the new experts and their router rows after the old experts of their layer, or of their group.

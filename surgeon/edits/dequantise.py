@@ -59,6 +59,7 @@ class Dequantise(Operation):
     training = TrainingDefaults("ours, no paper's: nothing is new, so nothing trains", lr=1e-5)
 
     facts = GgufFacts
+    way_on = "use the transformers of constraints.txt"
 
     op: Literal["dequantise"]
 
@@ -73,11 +74,6 @@ class Dequantise(Operation):
             return GgufFacts(file=read["file"], sha256=read["sha256"], types=read["types"])
         except (KeyError, TypeError, ValueError):
             raise BadInput(f"{GGUF_RECORD}: not as surgeon writes it; read the GGUF file again") from None
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "use the transformers of constraints.txt"
 
     def edit(self, draft: Draft, facts: GgufFacts | None) -> OperationRecord:
         """Replace quantised tensors and their scales by products: in the layers, outside and above them.

@@ -97,6 +97,7 @@ class DropLayers(Operation):
     training = TrainingDefaults("ours, no paper's: every weight of what is left", lr=5e-5)
     examples = ({"layers": [1]},)
     facts = LayerFacts
+    way_on = "leave one of these layers in, or take out others"
 
     op: Literal["drop_layers"]
     layers: Annotated[list[Index] | None, Field(min_length=1, description="the layers that go, instead of `count`")] = (
@@ -157,11 +158,6 @@ class DropLayers(Operation):
         if self.range is not None and self.range[0] >= self.range[1]:
             raise ValueError(f"`range: {self.range}`: give [lowest, highest], two layers at least")
         return self
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "leave one of these layers in, or take out others"
 
     def prepare(self, base: OpenedBase) -> LayerFacts:
         """Find the base's silent layers; on a text, choose the layers to drop, or measure the cost of the listed ones.

@@ -23,7 +23,7 @@ from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder, is_of_
 from surgeon.checkpoint.strict_json import json_object, parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
-from surgeon.edits.adapter_changes import Sorted, deltas, name_for_peft, sets_whole
+from surgeon.edits.adapter_changes import Sorted, name_for_peft, sets_whole
 from surgeon.edits.adapter_places import Model, Place, Settings, settings_of
 from surgeon.edits.embeddings import further_rows, has_other_rows, is_untied, set_rows, untie, vocabulary_tensors
 from surgeon.errors import BadInput, printable
@@ -428,11 +428,12 @@ def _shown(listed: list[Weighted]) -> str:
 
 def count_of(merged: Mapping[str, list[Step]]) -> str:
     """Describe what was merged: how many matrices by products of which ranks, and what else."""
-    products = [step for steps in merged.values() for step in steps if isinstance(step, Product)]
+    found = [(name, step) for name, steps in merged.items() for step in steps if isinstance(step, Product)]
+    products = [step for _, step in found]
     ranks = sorted({step.rank for step in products})
     rank = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if ranks else ""
     kind = "DoRA" if any(step.magnitude for step in products) else "LoRA"
-    names = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name, _ in deltas(merged))
+    names = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name, _ in found)
     whole = [name for name, steps in merged.items() if any(isinstance(step, Trained) for step in steps)]
     return "; ".join(
         [

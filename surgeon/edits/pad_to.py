@@ -55,6 +55,7 @@ class PadTo(Operation):
     )
     training = TrainingDefaults("ours, no paper's: padding is not to train", lr=1e-4)
     examples = ({"tensor_parallel": 8}, {"multiple_of": 256})
+    way_on = "pad something else, or leave it as it is"
 
     op: Literal["pad_to"]
     tensor_parallel: Annotated[
@@ -78,11 +79,6 @@ class PadTo(Operation):
         if self.tensor_parallel is None and self.multiple_of is None and self.vocabulary is None:
             raise ValueError("give at least one of `tensor_parallel`, `multiple_of` and `vocabulary`")
         return self
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "pad something else, or leave it as it is"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
         """Return (operation, no facts) for a twin: the base's heads, fewer neurons, and fewer embedding rows."""

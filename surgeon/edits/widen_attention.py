@@ -38,6 +38,7 @@ class WidenAttention(Operation):
     papers = (COMPOSABLE,)
     training = TrainingDefaults("ours, no paper's: new heads alone", lr=2e-4)
     examples = ({"groups": 1}, {"groups": "double"})
+    way_on = "something else in its code depends on what grows; widen something else, or insert layers"
 
     op: Literal["widen_attention"]
     groups: Annotated[
@@ -56,11 +57,6 @@ class WidenAttention(Operation):
             " of the output projection are zero"
         ),
     ] = "low_variance"
-
-    @property
-    def way_on(self) -> str:
-        """Return why a twin of the output may break the promise, and what to do then."""
-        return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the attention of every layer.

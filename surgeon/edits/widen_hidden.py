@@ -52,6 +52,7 @@ class WidenHidden(Operation):
     )
     training = TrainingDefaults("ours, no paper's: what the wider stream brings", lr=2e-4)
     examples = ({"times": 2},)
+    way_on = "something else in its code depends on what grows; widen something else, or insert layers"
 
     op: Literal["widen_hidden"]
     times: Annotated[
@@ -68,11 +69,6 @@ class WidenHidden(Operation):
         if (self.to is None) == (self.times is None):
             raise ValueError("give either `to` (the new hidden_size) or `times` (how many times as wide)")
         return self
-
-    @property
-    def way_on(self) -> str:
-        """Return why a twin of the output may break the promise, and what to do then."""
-        return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the tensors that read, write and scale the stream, in every layer and outside the layers."""

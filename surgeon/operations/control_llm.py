@@ -102,6 +102,7 @@ class ControlLLM(Operation):
         {"layers": "all"},
         {"layers": "all", "expansion": "stack"},
     )
+    way_on = "use another graft, or operations that add layers"
 
     op: Literal["control_llm"]
     layers: Annotated[LayerSelector, Field(description="the layers to expand; the paper's 8 of 32: `{every: 4}`")]
@@ -133,11 +134,6 @@ class ControlLLM(Operation):
     def attaches(self) -> bool:
         """Return whether grafts are attached; copies on top are native layers."""
         return self.expansion != "stack"
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "use another graft, or operations that add layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the branches, insert the copies, and return what was matched and what is promised."""

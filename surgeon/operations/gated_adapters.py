@@ -70,6 +70,7 @@ class GatedAdapters(Operation):
     legend: ClassVar[Mapping[str, Legend]] = {"A": Legend("gated adapter beside the FFN (Neutral Residues)", 1)}
 
     examples = ({"size": 8},)
+    way_on = "use another graft, or operations that add layers"
 
     op: Literal["gated_adapters"]
     layers: Annotated[LayerSelector, Field(description="the layers that get an adapter")] = "all"
@@ -133,11 +134,6 @@ class GatedAdapters(Operation):
                 return {self.local_loss.kind: self.local_loss.weight}
             case _:
                 return {loss.kind: loss.weight for loss in self.local_loss}
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "use another graft, or operations that add layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
         """Return (operation, no facts) with small adapters for a twin.

@@ -68,6 +68,7 @@ class InsertLayers(Operation):
         {"where": "all", "init": {"kind": "ot_fusion"}},
     )
     facts = LeastFacts
+    way_on = "choose other places, or `zero_init: false` to go without the promise"
 
     op: Literal["insert_layers"]
     where: Annotated[WrittenGaps, Field(description="the gaps to fill, each named by the layer below it")]
@@ -113,11 +114,6 @@ class InsertLayers(Operation):
     def transport_settings(self) -> Mapping[str, object] | None:
         """Return the optimal-transport settings of the init."""
         return self.init.transport_settings
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "choose other places, or `zero_init: false` to go without the promise"
 
     def prepare(self, base: OpenedBase) -> LeastFacts | None:
         """Find the layers that matter least on a text, where `where` asks for them; otherwise return None.

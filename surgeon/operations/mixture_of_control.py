@@ -104,6 +104,7 @@ class MixtureOfControl(Operation):
     on_encoders = True
     grafts = ("control_states", "mixture")
     legend: ClassVar[Mapping[str, Legend]] = {"M": Legend("control states (Mixture-of-Control)", 2)}
+    way_on = "use another graft, or full fine-tuning"
 
     op: Literal["mixture_of_control"]
     layers: Annotated[LayerSelector, Field(description="the layers that get control states")] = "all"
@@ -138,11 +139,6 @@ class MixtureOfControl(Operation):
         if len(set(sites)) != len(sites):
             raise ValueError("`sites` names a site twice")
         return sites
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "use another graft, or full fine-tuning"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the control states and their gates, and return what was matched and what is promised."""

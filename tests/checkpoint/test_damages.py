@@ -221,14 +221,14 @@ def test_what_is_no_adapter_of_peft_is_named(base: Path, tmp_path: Path) -> None
 UNFIT: dict[str, tuple[Rename, str]] = {
     "a wrapper that is not known": (
         lambda name: f"base_model.model.{name}",
-        "the base has no .*its names are not PEFT's",
+        r"take `base_model\.model\.` out of the names, in a copy of the adapter",
     ),
-    "diffusers' names": (lambda name: name.replace("lora_A", "lora.down"), "its names are not PEFT's"),
+    "diffusers' names": (lambda name: name.replace("lora_A", "lora.down"), "no adapter of PEFT's has such a name"),
     "A and B exchanged": (
         lambda name: name.replace("lora_A", "lora_X").replace("lora_B", "lora_A").replace("lora_X", "lora_B"),
         r"shape \[32, 2\], base and config call for \[2, 32\]: it is transposed, or A and B are exchanged",
     ),
-    "names without an end": (lambda name: name.removesuffix(".weight"), "its names are not PEFT's"),
+    "names without an end": (lambda name: name.removesuffix(".weight"), "no adapter of PEFT's has such a name"),
 }
 
 

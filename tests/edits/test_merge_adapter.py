@@ -834,7 +834,7 @@ def test_what_no_base_of_words_has_is_led_on(made: Base, tmp_path: Path) -> None
     for number, (name, said) in enumerate(
         {
             "base_model.model.score.weight": "with the head that it was trained with",
-            "lora_unet_mid_block.weight": "its names are not PEFT's",
+            "lora_unet_mid_block.weight": "no adapter of PEFT's has such a name",
         }.items()
     ):
         folder = lora(tmp_path / f"{number}", layers=2, modules_to_save=["score"])

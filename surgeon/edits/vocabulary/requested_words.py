@@ -189,24 +189,13 @@ def check_words(wanted: Sequence[str], after: Tokenizer, rows: int, listed: List
         rows: the model's rows of embeddings.
         listed: where the words are listed, for the message.
     """
-    seen: dict[int, int] = {}
+    seen: set[int] = set()
     for nth, (text, ids) in enumerate(zip(wanted, after.many(wanted), strict=True)):
-        if len(ids) == 1 and ids[0] < rows:
-            raise BadInput(
-                f"{listed.full(nth)} ({printable(repr(text), 60)}): the tokenizer makes"
-                f" {printable(repr(after.decode(ids)), 30)} of it all the same, as of words that are too long; leave it"
-                " out"
-            )
-        if len(ids) == 1 and (first := seen.setdefault(ids[0], nth)) != nth:
-            raise BadInput(
-                f"{listed.full(nth)} ({printable(repr(text), 60)}): the tokenizer makes one token of it and of"
-                f" {printable(repr(wanted[first]), 60)}, so one of them would never occur; leave one out"
-            )
-        if len(ids) != 1:
+        if len(ids) != 1 or ids[0] < rows or ids[0] in seen:
             parts = ", ".join(printable(repr(after.decode([number])), 30) for number in ids[:4])
-            parts += ", …" if len(ids) > 4 else ""
             raise BadInput(
-                f"{listed.full(nth)} ({printable(repr(text), 60)}): still {len(ids)} tokens ({parts}): an"
-                " added token of the base or other words of the list take a part of it; put it before them, or leave"
-                " it out"
+                f"{listed.full(nth)} ({printable(repr(text), 60)}): the grown tokenizer makes {parts} of it, no token"
+                " of its own: an added token of the base or other words of the list take it or a part of it; put it"
+                " before them, or leave it out"
             )
+        seen.add(ids[0])

@@ -102,14 +102,23 @@ def _ids(value: Any, change: Callable[[int], int]) -> Any:
 
 
 @dataclass(frozen=True)
-class Merges:
-    """The merges of a BPE as pairs in order of rank, and the pieces from which they build a token."""
+class Closure:
+    """The rule for which tokens must stay with a token, so that texts of kept tokens are cut as before."""
 
     read: TokenizerJson
 
+    def check(self) -> None:
+        """Raise BadInput for a tokenizer for which the rule is not known."""
+        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+            if self.read.kind == "BPE" and self.read.model.get(key):
+                raise BadInput(
+                    f"{TOKENIZER_FILE}: its BPE has a `{key}`, of which surgeon does not know what merges need; such a"
+                    " vocabulary cannot be trimmed"
+                )
+
     @cached_property
     def pairs(self) -> list[tuple[str, str]]:
-        """Return every merge, in the file's order. Raises BadInput where one is no pair."""
+        """Return every merge of a BPE, in the file's order. Raises BadInput where one is no pair."""
         try:
             return [
                 (one, other)
@@ -144,27 +153,6 @@ class Merges:
             seen.add(pieces[at])
         return seen
 
-
-@dataclass(frozen=True)
-class Closure:
-    """The rule for which tokens must stay with a token, so that texts of kept tokens are cut as before."""
-
-    read: TokenizerJson
-
-    def check(self) -> None:
-        """Raise BadInput for a tokenizer for which the rule is not known."""
-        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
-            if self.read.kind == "BPE" and self.read.model.get(key):
-                raise BadInput(
-                    f"{TOKENIZER_FILE}: its BPE has a `{key}`, of which surgeon does not know what merges need; such a"
-                    " vocabulary cannot be trimmed"
-                )
-
-    @cached_property
-    def _merges(self) -> Merges:
-        """Return the tokenizer's merges."""
-        return Merges(self.read)
-
     @cached_property
     def _contents(self) -> dict[int, str]:
         """Return the tokens' contents by id."""
@@ -176,7 +164,7 @@ class Closure:
         if content is None or self.read.kind != "BPE":
             return {number}
         vocabulary = self.read.vocabulary
-        return {number} | {vocabulary[part] for part in self._merges.parts(content) if part in vocabulary}
+        return {number} | {vocabulary[part] for part in self.parts(content) if part in vocabulary}
 
     def always(self) -> set[int]:
         """Return tokens that every text may need: single bytes, the unknown token, and a Unigram's worst piece.
@@ -273,7 +261,7 @@ def _trimmed_json(content: bytes, new: Mapping[int, int], change: Callable[[int]
         model["vocab"] = {token: new[number] for token, number in model["vocab"].items() if number in new}
     if read.kind == "BPE":
         there = {token for token, number in read.vocabulary.items() if number in new}
-        pairs = zip(model["merges"], Merges(read).pairs, strict=True)
+        pairs = zip(model["merges"], Closure(read).pairs, strict=True)
         model["merges"] = [each for each, (one, other) in pairs if {one, other, one + other} <= there]
     made = data | {"model": model, "post_processor": _processed(data.get("post_processor"), change)}
     if made.get("added_tokens"):
