@@ -124,9 +124,7 @@ class DropExperts(Operation):
         path = base.text(self.text)
         counts = {layer: count for layer, (count, _) in mixtures.items()}
         vocabulary = anatomy.sizes.vocabulary
-        measured = Experts.of(
-            base.folder, counts, path, vocabulary=vocabulary, window=self.window, windows=self.windows
-        )
+        measured = Experts(base.folder, counts, path, vocabulary=vocabulary, window=self.window, windows=self.windows)
         if self.count is not None:
             groups = {layer: anatomy.kinds[anatomy.kind_of[layer]].expert_groups for layer in mixtures}
             gone = least(measured.scores(self.by or "reap"), self.count, groups)

@@ -49,24 +49,10 @@ class _Block:
 
 
 class Experts:
-    """A base and two parts of a text: the first gives the experts' scores, the second the cost of losing experts."""
+    """A base and two parts of a text: the first gives the experts' scores, the second the loss without some."""
 
-    def __init__(self, folder: CheckpointFolder, layers: Mapping[int, int], judged: Tensor, measured: Tensor) -> None:
-        """Open the base, to score its experts on the tokens `judged` and measure its loss on the tokens `measured`.
-
-        `layers` maps each layer with experts to their number.
-        """
-        self.model = StreamedModel(folder, device=devices.resolve("auto"))
-        self._judged, self._measured = judged, measured
-        self.predictions = measured.numel() - len(measured)
-        self._blocks = {layer: _block(self.model.layers[layer], layer, count) for layer, count in layers.items()}
-        counts = {layer: block.count for layer, block in self._blocks.items()}
-        self.reap = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in counts.items()}
-        self.frequency = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in counts.items()}
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         base: CheckpointFolder,
         layers: Mapping[int, int],
         text: Path,
@@ -74,8 +60,8 @@ class Experts:
         vocabulary: int,
         window: int,
         windows: int,
-    ) -> Experts:
-        """Tokenise a text with the base's tokenizer: `windows` windows to judge experts by, and as many held out.
+    ) -> None:
+        """Open the base, and tokenise a text: `windows` windows to judge experts by, and as many held out.
 
         `layers` maps each layer with experts to their number. Raises BadInput where the text is too short, or the base
         cannot be run.
@@ -86,12 +72,20 @@ class Experts:
                 f"{printable(str(text))}: too short to measure experts on, {len(ids)} of {2 * windows} windows of"
                 f" {window} tokens; give a longer text, or a smaller `windows`"
             )
-        return cls(base, layers, ids[:windows], ids[windows:])
+        self.model = StreamedModel(base, device=devices.resolve("auto"))
+        self._judged, self._measured = ids[:windows], ids[windows:]
+        self.predictions = self._measured.numel() - windows
+        self._blocks = {layer: _block(self.model.layers[layer], layer, count) for layer, count in layers.items()}
+        self.reap = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in layers.items()}
+        self.frequency = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in layers.items()}
 
     def scores(self, by: By) -> dict[int, list[float]]:
-        """Return the score of each expert, by layer."""
+        """Return the score of each expert, by layer; by `loss`, the loss on the first windows without it alone."""
         if by == "loss":
-            return self._costs()
+            return {
+                layer: [self._without(layer, number) for number in range(block.count)]
+                for layer, block in self._blocks.items()
+            }
         self._judge()
         found = self.reap if by == "reap" else self.frequency
         return {layer: values.tolist() for layer, values in found.items()}
@@ -101,16 +95,10 @@ class Experts:
         with self._only(kept):
             return float(self._losses(self._measured).mean())
 
-    def _costs(self) -> dict[int, list[float]]:
-        """Return, by layer, the growth of the loss on the first text without each single expert."""
-        before = float(self._losses(self._judged).mean())
-        found: dict[int, list[float]] = {}
-        for layer, block in self._blocks.items():
-            found[layer] = []
-            for number in range(block.count):
-                with self._only({layer: [each for each in range(block.count) if each != number]}):
-                    found[layer].append(float(self._losses(self._judged).mean()) - before)
-        return found
+    def _without(self, layer: int, number: int) -> float:
+        """Return the loss on the first windows without one expert."""
+        with self._only({layer: [each for each in range(self._blocks[layer].count) if each != number]}):
+            return float(self._losses(self._judged).mean())
 
     def _judge(self) -> None:
         """Fill `reap` and `frequency` by running the base on the first text."""
