@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WAYS = ("unseen", "appended", "non_ascii")
+WAYS = ("unseen", "appended")
 _TO_WORDS = {
     "unseen": "merges whose pair never occurs in `keep` (default)",
     "appended": "merges behind the old ones",
-    "non_ascii": "merges with a byte beyond ASCII",
     "added_tokens": "`added_tokens`, the default's pieces",
 }
 

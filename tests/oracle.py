@@ -37,7 +37,6 @@ STRUCTURES: dict[str, list[dict[str, Any]]] = {
     "average": [_INSERT | {"init": {"kind": "average"}}],
     "random": [_INSERT | {"init": {"kind": "random"}}],
     "fused": [_INSERT | {"init": {"kind": "ot_fusion"}}],
-    "heads": [_INSERT | {"init": {"kind": "ot_fusion", "heads": "blocks"}}],
     "stacked": [{"op": "stack_layers", "bottom": 0.75, "top": 0.75}],
     "branch": [{"op": "control_llm", "layers": [1]}],
     "stacked branch": [{"op": "control_llm", "layers": [1], "expansion": "stack"}],

@@ -42,9 +42,8 @@ def structure(shown: Preview) -> str:
     drawn = shown.blueprint
     told = shown.to_json()
     del told["notes"], told["proof"]
-    for key in ("texts", "figures"):
-        if not told[key]:
-            del told[key]
+    if not told["texts"]:
+        del told["texts"]
     for operation in told["operations"]:
         del operation["matched"], operation["reason"]
     for layer in told["layers"]:
@@ -52,11 +51,7 @@ def structure(shown: Preview) -> str:
     lines = [
         {"preview": told},
         {"config": {key: drawn.config.get(key) for key in ("num_hidden_layers", "layer_types", "surgery")}},
-        *(
-            {"coupling": coupling.name, "rows": [coupling.start, coupling.stop]}
-            | ({"whole_heads": coupling.whole_heads.heads} if coupling.whole_heads else {})
-            for coupling in drawn.couplings.values()
-        ),
+        *({"coupling": each.name, "rows": [each.start, each.stop]} for each in drawn.couplings.values()),
         *({"tensor": output.name, "recipe": repr(output.recipe)} for output in drawn.outputs if output.new),
     ]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

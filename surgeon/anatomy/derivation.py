@@ -17,7 +17,7 @@ from surgeon.anatomy.derived import derive
 from surgeon.anatomy.family import Space
 from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.anatomy.growth import grown, layer_axis
-from surgeon.anatomy.inner_spaces import heads_move, inner_spaces
+from surgeon.anatomy.inner_spaces import inner_spaces
 from surgeon.anatomy.quantised import left_out, renumbered, skips
 from surgeon.anatomy.rows_of_ids import rows_of_ids
 from surgeon.anatomy.running import run_cached
@@ -144,14 +144,6 @@ class Derivation:
             if (held.get(span.reads), held.get(span.writes)) == (span.reader, span.writer):
                 found.setdefault(span.role, span.modules)
         return found
-
-    @kept
-    def whole_heads(self, layer: int) -> bool:
-        """Return whether whole attention heads can change places in base layer `layer`, as tried on a twin.
-
-        If they can, heads are contiguous in the layer's tensors.
-        """
-        return heads_move(self.seen, self.seen.derived.kind_of[layer])
 
     @kept
     def spaces(self, layer: int) -> tuple[Space, ...]:

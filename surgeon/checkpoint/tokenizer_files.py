@@ -53,24 +53,6 @@ class NewToken:
 
 
 @dataclass(frozen=True)
-class MeasuredText:
-    """The effect of a tokenizer's growth on a text: its tokens before and after, unchanged documents, words.
-
-    `unchanged` counts documents that are tokenised as before; `words` are separated by white space. `use` states what
-    the text was used for. `sha256` is the digest of its first file, or of all files one after another.
-    """
-
-    use: str
-    text: str
-    sha256: str
-    documents: int
-    unchanged: int
-    words: int
-    before: int
-    after: int
-
-
-@dataclass(frozen=True)
 class TokenizerJson:
     """A parsed tokenizer.json: the kind of its model and its vocabulary (contents to ids).
 

@@ -8,7 +8,7 @@ config names must have its tensors: a missing tensor, a surplus tensor or a wron
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -199,22 +199,18 @@ class Sorted:
         self.pairs[parameter] = product
 
     def _packing(self, product: Product, experts: Experts) -> bool:
-        """Return whether a pair for square matrices is transposed, by the adapter's other pairs or the release of PEFT.
+        """Return whether a pair for square matrices is transposed, by the adapter's other pairs.
 
-        Raises BadInput where neither decides it.
+        Raises BadInput where these do not decide it.
         """
         others = {each.turned for each in self.pairs.values() if each.expert is not None}
-        if len(others) == 1:
-            return others.pop()
-        outputs_first = self.settings.packs_outputs_first
-        if outputs_first is None or any(place.layout.transposed for place in experts.places):
+        if len(others) != 1:
             raise self._refused(
                 product.down.tensor,
                 f"the experts' matrices are square ({experts.rows} by {experts.columns}), which PEFT packs one way up"
-                " to 0.18 and the other way from 0.19, and its config's `peft_version` does not say which; merge it"
-                " with the PEFT that trained it",
+                " to 0.18 and the other way from 0.19; merge it with the PEFT that trained it",
             )
-        return not outputs_first
+        return others.pop()
 
     def _pair(self, tensors: Mapping[str, str], names: tuple[str, str]) -> tuple[str, str]:
         """Return (A, B): the names of the two tensors.
@@ -456,8 +452,3 @@ def sets_whole(step: Step) -> TypeGuard[Trained]:
 def _is_head(path: str) -> bool:
     """Return whether a module is an output head, by its name."""
     return ends(path, "lm_head") or ends(path, "embed_out")
-
-
-def deltas(steps: Mapping[str, list[Step]]) -> Iterator[tuple[str, Product]]:
-    """Yield (parameter, product) for every low-rank product."""
-    return ((name, step) for name, of in steps.items() for step in of if isinstance(step, Product))

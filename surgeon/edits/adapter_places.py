@@ -24,19 +24,13 @@ from surgeon.edits.embeddings import head_tensors
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Spec
 
-# From this release on, PEFT reads a parameter of all experts as experts × outputs × inputs; before, as experts × inputs
-# × outputs, except for classes that declare their layout.
-_OTHER_PACKING = (0, 19)
-_RELEASE = re.compile(r"(\d{1,4})\.(\d{1,4})\.\d{1,4}(\.post\d+)?(\+.*|@.*)?", re.DOTALL)
-
 
 class Settings(Spec):
     """The settings of an adapter's config that decide what it changes; lists of names work as in PEFT.
 
     `targets` is None where `pattern`, a regular expression, names the targets; `excluding` is such an expression for
     `exclude_modules`, empty where these are a list. `layers_pattern` are names of lists of layers. `tokens` maps names
-    of modules to token ids; the empty name means the embeddings. `parameters` are `target_parameters`, `saved_by` is
-    the release of PEFT.
+    of modules to token ids; the empty name means the embeddings. `parameters` are `target_parameters`.
     """
 
     rank: Annotated[int, Field(ge=1)]
@@ -53,7 +47,6 @@ class Settings(Spec):
     saved: list[str]
     tokens: dict[str, list[int]]
     parameters: list[str] = []  # noqa: RUF012  # pydantic copies it
-    saved_by: str = ""
 
     def rank_of(self, module: str) -> int:
         """Return the rank at a module, or at one of `target_parameters`, by its path."""
@@ -101,12 +94,6 @@ class Settings(Spec):
         """Return whether `target_parameters` name a parameter."""
         return any(ends(path, name) for name in self.parameters)
 
-    @property
-    def packs_outputs_first(self) -> bool | None:
-        """Return whether its PEFT stores experts outputs × inputs; None where the config does not give the version."""
-        found = _RELEASE.fullmatch(self.saved_by)
-        return None if found is None else (int(found[1]), int(found[2])) >= _OTHER_PACKING
-
 
 def settings_of(folder: AdapterFolder) -> Settings:
     """Return an opened adapter's settings, with PEFT's defaults for what its config leaves out.
@@ -134,7 +121,6 @@ def settings_of(folder: AdapterFolder) -> Settings:
             saved=config.get("modules_to_save") or [],
             tokens={"": tokens} if isinstance(tokens, list) else tokens or {},
             parameters=config.get("target_parameters") or [],
-            saved_by=config.get("peft_version") or "",
         )
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]

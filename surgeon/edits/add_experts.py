@@ -8,46 +8,30 @@ zero`: the new experts' down projections are zero, and their router biases are s
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.family import Part
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
+from surgeon.blueprint.recipes import Below, Constant, Copy, Recipe, rows, side_by_side, sliced_along, whole
 from surgeon.edits.mixtures import (
-    Cost,
+    EXPERT_NUMBER,
     ExpertNumber,
-    HeldOut,
-    JudgedBy,
     LayerKey,
-    Loss,
     Mixtures,
-    Place,
-    Window,
-    Windows,
-    add_to,
     check_layers,
     check_plain,
     chosen_by,
-    corrections,
-    groups_in,
-    in_turn,
     listed,
-    measured_on,
     mixtures_of,
-    mixtures_to_measure,
-    shared_out,
     sizes_with,
 )
 from surgeon.errors import BadInput
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase
-
-if TYPE_CHECKING:
-    from surgeon.edits.measuring.expert_choice import Experts
 
 # The scores of the base's experts stay bit-identical where both numbers of experts divide by this: sigmoids are
 # computed in such blocks, products in blocks of 16 (measured on the CPU with float32 and bfloat16, 1 to 300 tokens, 16
@@ -56,26 +40,22 @@ _ROUTER_BLOCK = 32
 _MOST = 4096
 
 
-class GrowthCost(Cost):
-    """How much the loss of `tokens` predictions, `before` in the base, grows with the copies.
-
-    `random` is the growth with as many copies of experts drawn at random.
-    """
-
-    random: Loss
+# The lowest finite number of float16, and of other dtypes (that of bfloat16).
+_LOWEST = {"F16": -65504.0}
+_NEVER = -3.3895313892515355e38
 
 
-class AddedFacts(Facts):
-    """The experts that are copied, by layer, where a text chose them; and the cost, where one was measured."""
+class Place(NamedTuple):
+    """One expert of the output: the base's expert `source`, or, if `new`, an expert made from it."""
 
-    copied: dict[LayerKey, list[ExpertNumber]] = {}  # noqa: RUF012  # pydantic copies it
-    cost: GrowthCost | None = None
+    source: int
+    new: bool
 
 
 class AddExperts(Operation):
     """Add experts to every layer of a mixture: copies of its own, or silent new ones."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "dwivedi2026expert",
             "Dwivedi, Chaitanya and Huang, Binxuan and Gupta, Himanshu and Jayarao, Pratik and Varshney, Neeraj and"
@@ -85,11 +65,14 @@ class AddExperts(Operation):
             "2604.19835",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "ours, no paper's: copies learn apart by all weights", lr=5e-5
+    training = TrainingDefaults("ours, no paper's: copies learn apart by all weights", lr=5e-5)
+    examples = ({"times": 2, "top_k": "grown"}, {"times": 2})
+
+    way_on = (
+        "its router does not give copies shares of one weight (scores that are not normalised, or groups that are"
+        " chosen first), or its choice or weights depend on experts that no token takes; use `how: duplicate` with"
+        " `top_k: fixed`, which promises nothing"
     )
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"times": 2, "top_k": "grown"}, {"times": 2})
-    facts: ClassVar[type[Facts] | None] = AddedFacts
 
     op: Literal["add_experts"]
     how: Annotated[
@@ -108,17 +91,6 @@ class AddExperts(Operation):
         Literal["fixed", "grown"],
         Field(description="with `times`: a token takes as many experts as before, or as many times more"),
     ] = "fixed"
-    by: Annotated[
-        Literal["uniform", "reap", "frequency"] | None,
-        Field(
-            description="with `count`, which experts get copies: uniform (default), each in turn; reap, by mean router"
-            " weight times norm of the output; frequency, by how many tokens go to them"
-        ),
-    ] = None
-    text: JudgedBy = None
-    held_out: HeldOut = None
-    window: Window = 128
-    windows: Windows = 16
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -127,66 +99,19 @@ class AddExperts(Operation):
             raise ValueError(
                 "give one of `times` (as many times), `count` (so many more) and `experts` (copies of these)"
             )
-        if self.by is not None and self.count is None:
-            raise ValueError("`by` chooses which experts get copies; it needs `count`")
-        if self.by in ("reap", "frequency") and self.text is None:
-            raise ValueError(f"`by: {self.by}` needs `text`: which experts matter is measured on it")
-        if self.held_out is not None and self.text is None:
-            raise ValueError("`held_out` needs `text`, which experts are judged by")
-        if self.how == "zero" and (self.text is not None or self.top_k == "grown"):
-            raise ValueError(
-                "`how: zero` changes neither what a token takes nor the loss; leave `text` and `top_k` out"
-            )
-        if self.top_k == "grown" and (self.times is None or self.text is not None):
-            raise ValueError(
-                "`top_k: grown` needs `times`, and no `text`: as many copies of each expert, nothing to choose"
-            )
+        if self.how == "zero" and self.top_k == "grown":
+            raise ValueError("`how: zero` does not change what a token takes; leave `top_k` out")
+        if self.top_k == "grown" and self.times is None:
+            raise ValueError("`top_k: grown` needs `times`: as many copies of each expert, nothing to choose")
         return self
 
-    @property
-    def way_on(self) -> str:
-        """Return why a twin of the output may break the promise, and what to do then."""
-        if self.how == "zero":
-            return "its router's choice or weights depend on experts that no token takes; use `how: duplicate`"
-        return (
-            "its router does not give copies shares of one weight (scores that are not normalised, or groups that are"
-            " chosen first); use `top_k: fixed`, which promises nothing and measures the loss"
-        )
-
-    def prepare(self, base: OpenedBase) -> AddedFacts:
-        """Choose the experts to copy on a text, and measure what the copies cost; without a text, do nothing.
-
-        Raises BadInput where the weights are not at hand, or another operation comes first.
-        """
-        if self.text is None:
-            return AddedFacts()
-        mixtures, anatomy = mixtures_to_measure(base), base.anatomy
-        measured, said = measured_on(base, mixtures, self.text, self.held_out, window=self.window, windows=self.windows)
-        chosen = self.by in ("reap", "frequency")
-        scores = measured.scores("frequency" if self.by == "frequency" else "reap")
-        added = self._most(scores, mixtures, anatomy) if chosen else self._given(mixtures, anatomy)
-        places = {layer: self._places(layer, added[layer], mixtures, anatomy) for layer in mixtures}
-        count = len(next(iter(added.values())))
-        by_chance = self._by_chance(mixtures, anatomy, count)
-        return AddedFacts(
-            copied={str(layer): numbers for layer, numbers in added.items()} if chosen else {},
-            cost=_cost(measured, (places, by_chance), said),
-        )
-
-    def edit(self, draft: Draft, facts: AddedFacts | None) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Add the new experts and their router rows after the old experts of their layer, or of their group.
 
-        Raises BadInput where the experts to copy are not known, do not exist, or are distributed unevenly.
+        Raises BadInput where the experts to copy do not exist, or are distributed unevenly.
         """
-        facts = facts or AddedFacts()
         mixtures = mixtures_of(draft.anatomy)
-        if self.by in ("reap", "frequency"):
-            if not facts.copied:
-                raise BadInput("which experts get copies is not known: it is measured on the base's own weights")
-            added = {int(layer): numbers for layer, numbers in facts.copied.items()}
-            _check_layers(added, mixtures)
-        else:
-            added = self._given(mixtures, draft.anatomy)
+        added = self._given(mixtures, draft.anatomy)
         check_plain(draft)
         for home in draft.layers:
             if home.base in mixtures:
@@ -202,8 +127,8 @@ class AddExperts(Operation):
         matched = f"{before} experts become {before + more} in each of {len(mixtures)} layers, {self._what}"
         return OperationRecord(
             self.op,
-            matched + _said(facts.cost),
-            self._claim(facts.cost, (before, before + more), max(chosen.values(), default=0), draft),
+            matched,
+            self._claim((before, before + more), max(chosen.values(), default=0), draft),
             trains="new" if self.how == "zero" else "all",
         )
 
@@ -212,12 +137,11 @@ class AddExperts(Operation):
         """Return words for `matched` on what the new experts are."""
         if self.how == "zero":
             return "the new ones with zero down projections, taken by no token"
-        which = {"reap": "those of most router weight times norm of output", "frequency": "those most often chosen"}
-        copies = f"copies of {which.get(self.by or '', 'them' if self.experts is None else 'those listed')}"
+        copies = "copies of them" if self.experts is None else "copies of those listed"
         return copies + (f"; a token takes {self.times} times as many" if self.top_k == "grown" else "")
 
     def _given(self, mixtures: Mixtures, anatomy: Anatomy) -> dict[int, list[int]]:
-        """Return the experts that new ones are made of, by layer, where no text chooses them."""
+        """Return the experts that new ones are made of, by layer."""
         if self.experts is not None:
             found = listed(self.experts, mixtures)
             _check_layers(found, mixtures)
@@ -225,33 +149,13 @@ class AddExperts(Operation):
         made: dict[int, list[int]] = {}
         for layer, (count, _) in mixtures.items():
             more = self.count or count * ((self.times or 1) - 1)
-            made[layer] = [n for group in groups_in(layer, count, anatomy, more) for n in in_turn(*group)]
+            # In each group every expert once, then each again until there are enough.
+            made[layer] = sorted(
+                inside[number % len(inside)]
+                for inside, each in groups_in(layer, count, anatomy, more)
+                for number in range(each)
+            )
         return made
-
-    def _most(
-        self, scores: Mapping[int, Sequence[float]], mixtures: Mixtures, anatomy: Anatomy
-    ) -> dict[int, list[int]]:
-        """Return the experts that matter most, by layer; one that matters twice as much gets a second copy earlier."""
-        assert self.count is not None
-        return {
-            layer: sorted(
-                n for group in groups_in(layer, c, anatomy, self.count) for n in shared_out(*group, scores[layer])
-            )
-            for layer, (c, _) in mixtures.items()
-        }
-
-    def _by_chance(self, mixtures: Mixtures, anatomy: Anatomy, more: int) -> dict[int, list[Place]]:
-        """Return the experts of each layer with as many copies of random experts, for comparison."""
-        drawn = random.Random(0)
-        return {
-            layer: self._places(
-                layer,
-                sorted(drawn.choice(inside) for inside, n in groups_in(layer, c, anatomy, more) for _ in range(n)),
-                mixtures,
-                anatomy,
-            )
-            for layer, (c, _) in mixtures.items()
-        }
 
     def _places(self, layer: int, added: Sequence[int], mixtures: Mixtures, anatomy: Anatomy) -> list[Place]:
         """Return the experts of an output layer in order. Raises BadInput where groups would differ in size."""
@@ -271,7 +175,7 @@ class AddExperts(Operation):
             made += [Place(number, False) for number in inside] + [Place(number, True) for number in own]
         return made
 
-    def _claim(self, cost: GrowthCost | None, counts: tuple[int, int], chosen: int, draft: Draft) -> Claim:
+    def _claim(self, counts: tuple[int, int], chosen: int, draft: Draft) -> Claim:
         """Return the claim: silent experts and shared weights keep the function where ties are impossible.
 
         `counts` are the numbers of experts before and after, `chosen` how many a token takes.
@@ -295,10 +199,7 @@ class AddExperts(Operation):
                 return Claim("rounding", f"{same}; sums are taken in another order")
             tied = "in bfloat16 two experts' scores may be equal, and a token that took one then takes shares of both"
             return Claim("none", f"{same}, which a twin shows in float32; {tied}", in_float32=True)
-        what = "a token takes as many experts as before, and copies take places of others among these"
-        if cost is None:
-            return Claim("none", f"{what}; what that costs was not measured (`text`)")
-        return Claim("none", f"{what}: {cost.a_token}")
+        return Claim("none", "a token takes as many experts as before, and copies take places of others among these")
 
 
 def _check_layers(added: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
@@ -317,24 +218,112 @@ def _in_float32(layer: LayerDraft, mixtures: Mixtures, *, every: bool = False) -
     return all(held) if every else any(held)
 
 
-def _cost(
-    measured: Experts,
-    grown: tuple[Mapping[int, Sequence[Place]], Mapping[int, Sequence[Place]]],
-    said: Mapping[str, Any],
-) -> GrowthCost:
-    """Return how the loss grows with the copies and with random ones.
+def groups_in(layer: int, count: int, anatomy: Anatomy, more: int) -> list[tuple[range, int]]:
+    """Return (experts, more) for each group of a layer: its experts, and how many of the `more` new ones it gets.
 
-    `grown` are the experts by layer with the copies, and with random ones; `said` are the fields about the text.
+    Raises BadInput where the new experts do not divide by the groups.
     """
-    grows, by_chance = (
-        Loss.of(measured.cost({layer: [place.source for place in places] for layer, places in each.items()}))
-        for each in grown
-    )
-    return GrowthCost(**said, grows=grows, random=by_chance)
+    groups = anatomy.kinds[anatomy.kind_of[layer]].expert_groups
+    if more % groups:
+        raise BadInput(f"layer {layer}: its experts form {groups} groups, which must stay equal; add as many to each")
+    size = count // groups
+    return [(range(begin, begin + size), more // groups) for begin in range(0, count, size)]
 
 
-def _said(cost: GrowthCost | None) -> str:
-    """Return words for `matched` on the measured cost; empty where none was measured."""
-    if cost is None:
-        return ""
-    return f"{cost.said} with them (with as many copies at random {cost.random.shown})"
+def add_to(home: LayerDraft, own: Sequence[Part], places: Sequence[Place], draft: Draft, *, silent: bool) -> None:
+    """Add the new experts to one layer, and renumber the experts behind them.
+
+    `own` are the parts of experts and router, `places` the layer's experts in their new order. With `silent`, new down
+    projections are zero, and router biases keep tokens away. Raises BadInput where a router has no such bias.
+    """
+    parts, made = {part.suffix: part for part in own}, dict[str, Recipe]()
+    lowest = _lowest(own) if silent else {}
+    copies: dict[int, list[int]] = {}
+    for place, (source, _) in enumerate(places):
+        copies.setdefault(source, []).append(place)
+    for suffix, recipe in home.tensors.items():
+        part = parts.get(suffix)
+        if part is None:
+            made[suffix] = recipe
+            continue
+        assert isinstance(recipe, Copy), suffix
+        number = None if part.expert is None else part.expert.number
+        null = silent and part.expert is not None and part.blocks[0][0] == "down"
+        if number is None:
+            made[suffix] = _with_more(recipe, places, "zero" if null else lowest.get(suffix, ""))
+            home.rewritten[suffix] = draft.number
+            continue
+        for place in copies[number]:
+            name = EXPERT_NUMBER.sub(str(place), suffix)
+            if places[place].new:
+                made[name] = Constant(0.0, recipe.dtype, recipe.shape) if null else _again(recipe)
+            else:
+                made[name] = recipe if place == number else whole(recipe)
+            if place != number:
+                home.rewritten[name] = draft.number
+    home.tensors = made
+
+
+def corrections(own: Sequence[Part]) -> list[str]:
+    """Return the suffixes of corrections: numbers added to experts' scores for the choice, but not for the weight."""
+    routers = [part for part in own if part.blocks[0][0] == "router" and not part.suffix.endswith(".bias")]
+    # Router tensors with one number for each expert.
+    return [part.suffix for part in routers if part.shape in ((part.shape[-1],), (1, part.shape[-1]))]
+
+
+def _lowest(own: Sequence[Part]) -> dict[str, str]:
+    """Return the router tensors whose numbers can keep tokens from an expert; by suffix, how.
+
+    A correction is added to scores between 0 and 1, so one that is 2 below the minimum keeps tokens away, and balancing
+    without a loss may raise it later. The bias of a router's product has no such bound: the lowest number keeps them
+    away. Raises BadInput where the router has neither.
+    """
+    if found := corrections(own):
+        return dict.fromkeys(found, "below")
+    biases = [p.suffix for p in own if p.blocks[0][0] == "router" and len(p.shape) == 1 and p.suffix.endswith(".bias")]
+    if not biases:
+        raise BadInput(
+            "`how: zero`: this router has no bias, so for some text its product with any new row is the largest, and a"
+            " silent expert that is taken lessens the others' weights; use `how: duplicate` with `top_k: grown`, which"
+            " is the base by rounding"
+        )
+    return dict.fromkeys(biases, "lowest")
+
+
+def _again(of: Copy) -> Recipe:
+    """Return a second copy of a base's tensor, which trains."""
+    return rows([(of, 0, of.shape[0])], of.shape, still=False)
+
+
+def _with_more(of: Copy, places: Sequence[Place], fill: str) -> Recipe:
+    """Return a tensor of all experts with slices for the new ones.
+
+    `fill` is "" for copies, "zero", "below" (below the minimum) or "lowest" (the lowest number of the dtype).
+    """
+    axis = int(of.shape[0] == 1 and len(of.shape) == 2)
+
+    def part(start: int, stop: int, *, again: bool) -> Recipe:
+        """Return old slices `start:stop`, or the whole tensor."""
+        if not again and (start, stop) == (0, of.shape[axis]):
+            # A whole tensor can be read a few rows at a time.
+            return of
+        return sliced_along(of, axis, start, stop, again=again)
+
+    def new(sources: list[int]) -> Iterator[Recipe]:
+        """Yield the slices of new experts made from these sources."""
+        shape = (1, len(sources)) if axis else (len(sources), *of.shape[1:])
+        if fill == "below":
+            yield Below(of, shape)
+        elif fill:
+            yield Constant(0.0 if fill == "zero" else _LOWEST.get(of.dtype, _NEVER), of.dtype, shape)
+        else:
+            yield from (part(source, source + 1, again=True) for source in sources)
+
+    pieces: list[Recipe] = []
+    at = 0
+    while at < len(places):
+        end = next((n for n in range(at, len(places)) if places[n].new != places[at].new), len(places))
+        sources = [place.source for place in places[at:end]]
+        pieces += new(sources) if places[at].new else [part(sources[0], sources[-1] + 1, again=False)]
+        at = end
+    return side_by_side(pieces, axis)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -47,7 +47,7 @@ class GgufFacts(Facts):
 class Dequantise(Operation):
     """Replace quantised tensors by the numbers they stand for, in full precision, as transformers computes them."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "rouhani2023microscaling",
             "Rouhani, Bita Darvish and Zhao, Ritchie and More, Ankit and Hall, Mathew and others",
@@ -56,11 +56,10 @@ class Dequantise(Operation):
             "2310.10537",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "ours, no paper's: nothing is new, so nothing trains", lr=1e-5
-    )
+    training = TrainingDefaults("ours, no paper's: nothing is new, so nothing trains", lr=1e-5)
 
-    facts: ClassVar[type[Facts] | None] = GgufFacts
+    facts = GgufFacts
+    way_on = "use the transformers of constraints.txt"
 
     op: Literal["dequantise"]
 
@@ -75,11 +74,6 @@ class Dequantise(Operation):
             return GgufFacts(file=read["file"], sha256=read["sha256"], types=read["types"])
         except (KeyError, TypeError, ValueError):
             raise BadInput(f"{GGUF_RECORD}: not as surgeon writes it; read the GGUF file again") from None
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "use the transformers of constraints.txt"
 
     def edit(self, draft: Draft, facts: GgufFacts | None) -> OperationRecord:
         """Replace quantised tensors and their scales by products: in the layers, outside and above them.

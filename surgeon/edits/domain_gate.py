@@ -29,7 +29,7 @@ _CLOSES = 6.0
 class DomainGate(Operation):
     """Add a gate, fitted before training, that switches everything that earlier operations of the plan added."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "aljundi2017expert",
             "Aljundi, Rahaf and Chakravarty, Punarjay and Tuytelaars, Tinne",
@@ -39,16 +39,16 @@ class DomainGate(Operation):
             "CVPR",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+    training = TrainingDefaults(
         "ours: the gate is fitted before training and trains no further; this rate is transformers'", lr=5e-5
     )
-    grafts: ClassVar[tuple[str, ...]] = ("domain_gate", "gated")
+    grafts = ("domain_gate", "gated")
     legend: ClassVar[Mapping[str, Legend]] = {
         "D": Legend("domain gate: reads what goes into the layer", 4),
         "d": Legend("takes part only where the domain gate is open", 4),
     }
     # Without other operations it has nothing to switch.
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ()
+    examples = ()
 
     op: Literal["domain_gate"]
     layer: Annotated[

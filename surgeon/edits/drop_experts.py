@@ -6,9 +6,8 @@ sends to them, with their rows of the router. The output has the base's own clas
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,31 +16,21 @@ from surgeon.anatomy.family import Part
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, whole
+from surgeon.edits.losses import TextLoss, said_of
 from surgeon.edits.mixtures import (
     EXPERT_NUMBER,
-    Cost,
     ExpertNumber,
-    HeldOut,
-    JudgedBy,
     LayerKey,
-    Loss,
     Mixtures,
-    Window,
-    Windows,
     check_layers,
     check_plain,
     listed,
-    measured_on,
     mixtures_of,
-    mixtures_to_measure,
     sizes_with,
 )
 from surgeon.errors import BadInput
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase
-
-if TYPE_CHECKING:
-    from surgeon.edits.measuring.expert_choice import Experts
+from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
 
 _By = Literal["reap", "frequency", "loss"]
 _WORDS = {
@@ -51,28 +40,17 @@ _WORDS = {
 }
 
 
-class ExpertCost(Cost):
-    """The cost of losing the experts, on `tokens` predictions of a text that was not used to choose them.
-
-    `before` is the base's loss; `grows` is its growth without the dropped experts. For comparison, `frequency` is its
-    growth without as many of the least often chosen experts, and `random` without as many random experts.
-    """
-
-    frequency: Loss
-    random: Loss
-
-
 class ExpertFacts(Facts):
     """The experts to drop, by layer, where a text chose them; and the cost, where one was measured."""
 
     gone: dict[LayerKey, list[ExpertNumber]] = {}  # noqa: RUF012  # pydantic copies it
-    cost: ExpertCost | None = None
+    cost: TextLoss | None = None
 
 
 class DropExperts(Operation):
     """Remove experts from every layer of a mixture: the ones listed, or the ones that matter least on a text."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "lasby2025reap",
             "Lasby, Mike and Lazarevich, Ivan and Sinnadurai, Nish and Lie, Sean and Ioannou, Yani and Thangarasa,"
@@ -82,9 +60,9 @@ class DropExperts(Operation):
             "2510.13999",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: every weight of what is left", lr=5e-5)
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"experts": [1]},)
-    facts: ClassVar[type[Facts] | None] = ExpertFacts
+    training = TrainingDefaults("ours, no paper's: every weight of what is left", lr=5e-5)
+    examples = ({"experts": [1]},)
+    facts = ExpertFacts
 
     op: Literal["drop_experts"]
     experts: Annotated[
@@ -104,10 +82,13 @@ class DropExperts(Operation):
             " which the fewest tokens go; loss: without which alone the loss is least"
         ),
     ] = None
-    text: JudgedBy = None
-    held_out: HeldOut = None
-    window: Window = 128
-    windows: Windows = 16
+    text: Annotated[
+        str | None, Field(description="text to judge by, seen from the plan: .jsonl with a text a line, or plain")
+    ] = None
+    window: Annotated[int, Field(ge=2, le=2**20, description="tokens that are read at once")] = 128
+    windows: Annotated[
+        int, Field(ge=1, le=2**20, description="how many windows are judged by; the loss is measured on as many behind")
+    ] = 16
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -118,8 +99,6 @@ class DropExperts(Operation):
             raise ValueError("`count` needs `text`: which experts matter least is measured on it")
         if self.experts is not None and self.by is not None:
             raise ValueError("`by` chooses experts; with `experts` it has no meaning")
-        if self.held_out is not None and self.text is None:
-            raise ValueError("`held_out` needs `text`, which experts are judged by")
         return self
 
     def prepare(self, base: OpenedBase) -> ExpertFacts:
@@ -129,19 +108,37 @@ class DropExperts(Operation):
         """
         if self.text is None:
             return ExpertFacts()
-        mixtures, anatomy = mixtures_to_measure(base), base.anatomy
+        base.need_weights("which experts matter on a text")
+        if base.number:
+            raise BadInput(
+                "experts are measured on a text with the base itself: make it the plan's first operation, or apply two"
+                " plans"
+            )
+        # This import loads torch and transformers.
+        from surgeon.edits.measuring.expert_choice import Experts
+
+        mixtures, anatomy = mixtures_of(base.anatomy), base.anatomy
         gone = listed(self.experts or {}, mixtures)
         if self.experts is not None:
             self._check(gone, mixtures, anatomy)
-        measured, said = measured_on(base, mixtures, self.text, self.held_out, window=self.window, windows=self.windows)
-        groups = {layer: anatomy.kinds[anatomy.kind_of[layer]].expert_groups for layer in mixtures}
+        path = base.text(self.text)
+        counts = {layer: count for layer, (count, _) in mixtures.items()}
+        vocabulary = anatomy.sizes.vocabulary
+        measured = Experts(base.folder, counts, path, vocabulary=vocabulary, window=self.window, windows=self.windows)
         if self.count is not None:
+            groups = {layer: anatomy.kinds[anatomy.kind_of[layer]].expert_groups for layer in mixtures}
             gone = least(measured.scores(self.by or "reap"), self.count, groups)
             self._check(gone, mixtures, anatomy)
-        return ExpertFacts(
-            gone={str(layer): numbers for layer, numbers in gone.items()} if self.experts is None else {},
-            cost=_cost(measured, gone, groups, said),
+        kept = {layer: [n for n in range(counts[layer]) if n not in numbers] for layer, numbers in gone.items()}
+        cost = TextLoss(
+            text=self.text,
+            sha256=digest_of_file(path),
+            tokens=measured.predictions,
+            before=measured.loss({}),
+            after=measured.loss(kept),
         )
+        chosen = {str(layer): numbers for layer, numbers in gone.items()} if self.experts is None else {}
+        return ExpertFacts(gone=chosen, cost=cost)
 
     def edit(self, draft: Draft, facts: ExpertFacts | None) -> OperationRecord:
         """Remove the experts and their router rows, and renumber the other experts."""
@@ -163,7 +160,7 @@ class DropExperts(Operation):
         draft.widths |= sizes_with(draft, before, count)
         how = f", {_WORDS[self.by or 'reap']}" if self.experts is None else ""
         found = f"{before - count} of {before} experts in each of {len(gone)} layers{how}"
-        return OperationRecord(self.op, found + _said(facts.cost), _claim(facts.cost), trains="all")
+        return OperationRecord(self.op, found + said_of(facts.cost), _claim(facts.cost), trains="all")
 
     def _check(self, gone: Mapping[int, Sequence[int]], mixtures: Mixtures, anatomy: Anatomy) -> None:
         """Raise BadInput for experts that do not exist or occur twice, or too many or unevenly many of them."""
@@ -198,31 +195,6 @@ def least(scores: Mapping[int, Sequence[float]], count: int, groups: Mapping[int
         ranked = [sorted(numbers, key=lambda number: (values[number], number)) for numbers in inside]
         found[layer] = sorted(number for order in ranked for number in order[:each])
     return found
-
-
-def _cost(
-    measured: Experts, gone: Mapping[int, Sequence[int]], groups: Mapping[int, int], said: Mapping[str, Any]
-) -> ExpertCost:
-    """Return the growth of the loss without `gone`, without the least often chosen experts, and without random ones.
-
-    `said` are the fields about the text.
-    """
-    often = measured.scores("frequency")
-    drawn = random.Random(0)
-    by_chance = {layer: [drawn.random() for _ in values] for layer, values in often.items()}
-    count = len(next(iter(gone.values())))
-
-    def of(out: Mapping[int, Sequence[int]]) -> Loss:
-        """Return the growth of the loss without the experts `out`."""
-        kept = {layer: [n for n in range(len(often[layer])) if n not in numbers] for layer, numbers in out.items()}
-        return Loss.of(measured.cost(kept))
-
-    return ExpertCost(
-        **said,
-        grows=of(gone),
-        frequency=of(least(often, count, groups)),
-        random=of(least(by_chance, count, groups)),
-    )
 
 
 def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[int], draft: Draft) -> None:
@@ -264,17 +236,7 @@ def _only(of: Copy, kept: Sequence[int]) -> Recipe:
     return rows(runs, (len(kept), *of.shape[1:]), still=True)
 
 
-def _said(cost: ExpertCost | None) -> str:
-    """Return words for `matched` on the measured cost; empty where none was measured."""
-    if cost is None:
-        return ""
-    return (
-        f"{cost.said} without them"
-        f" (without as many of the least often chosen {cost.frequency.shown}, at random {cost.random.shown})"
-    )
-
-
-def _claim(cost: ExpertCost | None) -> Claim:
+def _claim(cost: TextLoss | None) -> Claim:
     """Return the claim: none, with the cost where it was measured."""
     what = "tokens go to other experts, and what those that are gone added is gone"
     if cost is None:

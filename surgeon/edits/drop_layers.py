@@ -9,7 +9,7 @@ which merges layers into the one below: θ_l + Σ_k (θ_{l+k} − θ_l). For a s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,10 +20,10 @@ from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.formatting import show_layers
-from surgeon.common.schema import Many
-from surgeon.errors import BadInput, printable
-from surgeon.models.layer_choice import By, LayersOut, Stack, collapsed, runs_above
-from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.edits.losses import Finite, TextLoss, said_of
+from surgeon.errors import BadInput
+from surgeon.models.layer_choice import By, LayersOut
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
 from surgeon.operations.selectors import Index, select_layers
 from surgeon.operations.sites import check_grafts
@@ -32,7 +32,6 @@ from surgeon.operations.sites import check_grafts
 _BYTES = 1 << 20
 _Layer = Annotated[int, Field(ge=0)]
 _Number = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
 _WORDS = {
     "block_influence": "least block influence",
     "angular": "least angular distance",
@@ -40,19 +39,13 @@ _WORDS = {
 }
 
 
-class TextLoss(Spec):
-    """Losses on a text, in nats per token over `tokens` predictions: of the base, and of the model without the layers.
+class LayerLoss(TextLoss):
+    """The losses without the layers; `scores` are the values by which layers were chosen, in order.
 
-    `scores` are the values by which layers were chosen, in order (for `angular`, of blocks; for `laco`, of the places
-    where layers were merged).
+    For `angular` these are of blocks, for `laco` of the places where layers were merged.
     """
 
-    text: str
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tokens: Annotated[Many, Field(ge=1)]
-    before: _Finite
-    after: _Finite
-    scores: list[_Finite]
+    scores: list[Finite]
 
 
 class LayerFacts(Facts):
@@ -67,7 +60,7 @@ class LayerFacts(Facts):
     chosen: bool = False
     merged: dict[_Number, dict[_Number, int]] = {}  # noqa: RUF012
     silent: list[_Layer] = []  # noqa: RUF012
-    text: TextLoss | None = None
+    text: LayerLoss | None = None
 
     @property
     def becomes(self) -> dict[int, dict[int, int]]:
@@ -78,7 +71,7 @@ class LayerFacts(Facts):
 class DropLayers(Operation):
     """Remove layers from the stack: the ones listed, or the ones that matter least on a text."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "men2024shortgpt",
             "Men, Xin and others",
@@ -101,9 +94,10 @@ class DropLayers(Operation):
             "2402.11187",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: every weight of what is left", lr=5e-5)
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"layers": [1]},)
-    facts: ClassVar[type[Facts] | None] = LayerFacts
+    training = TrainingDefaults("ours, no paper's: every weight of what is left", lr=5e-5)
+    examples = ({"layers": [1]},)
+    facts = LayerFacts
+    way_on = "leave one of these layers in, or take out others"
 
     op: Literal["drop_layers"]
     layers: Annotated[list[Index] | None, Field(min_length=1, description="the layers that go, instead of `count`")] = (
@@ -115,7 +109,7 @@ class DropLayers(Operation):
         Field(
             description="block_influence (default): the layers that turn the stream least; angular: the block"
             " of `count` layers that turns it least; loss: greedily, the least loss; laco: merged into the layer"
-            " below, also with `layers`"
+            " below"
         ),
     ] = None
     text: Annotated[
@@ -154,21 +148,16 @@ class DropLayers(Operation):
             raise ValueError("give either `layers` (which go) or `count` (how many, chosen on `text`)")
         if self.count is not None and self.text is None:
             raise ValueError("`count` needs `text`: which layers matter least is measured on it")
-        if self.layers is not None and self.by not in (None, "laco"):
-            raise ValueError(f"`by: {self.by}` chooses layers; with `layers` it has no meaning (`laco` merges them)")
+        if self.layers is not None and self.by is not None:
+            raise ValueError(f"`by: {self.by}` chooses layers; with `layers` it has no meaning")
         if self.candidates is not None and self.by != "loss":
             raise ValueError("`candidates` is of `by: loss` only")
         given = (self.merge, self.threshold, self.interval, self.range)
-        if given != (None,) * 4 and (self.by, self.layers) != ("laco", None):
-            raise ValueError("`merge`, `threshold`, `interval` and `range` are of `by: laco` with `count` only")
+        if given != (None,) * 4 and self.by != "laco":
+            raise ValueError("`merge`, `threshold`, `interval` and `range` are of `by: laco` only")
         if self.range is not None and self.range[0] >= self.range[1]:
             raise ValueError(f"`range: {self.range}`: give [lowest, highest], two layers at least")
         return self
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "leave one of these layers in, or take out others"
 
     def prepare(self, base: OpenedBase) -> LayerFacts:
         """Find the base's silent layers; on a text, choose the layers to drop, or measure the cost of the listed ones.
@@ -205,7 +194,7 @@ class DropLayers(Operation):
             chosen=not out.layers,
             merged={str(layer): {str(of): by for of, by in made.items()} for layer, made in choice.merged.items()},
             silent=silent,
-            text=TextLoss(
+            text=LayerLoss(
                 text=self.text,
                 sha256=digest_of_file(path),
                 tokens=depth.predictions,
@@ -267,42 +256,24 @@ class DropLayers(Operation):
     def _merged(self, draft: Draft, facts: LayerFacts, gone: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
         """Return, for each layer that others are merged into, the factor of each layer in the sum; else an empty dict.
 
-        Raises BadInput where layers of different kinds would be added, or recorded merges do not fit the model.
+        Raises BadInput where recorded merges do not fit the model.
         """
         if self.by != "laco":
             return {}
-        if self.layers is None:
-            found = facts.becomes
-            named = {layer for made in found.values() for layer in made} | found.keys()
-            if not found or max(named) >= len(draft.layers) or found.keys() & set(gone):
-                raise BadInput("what was merged does not fit this model; was the manifest edited?")
-            return found
-        stack: Stack = {layer: {layer: 1} for layer in range(len(draft.layers))}
-        for below, above in runs_above(gone):
-            if below < 0:
-                raise BadInput(f"layer 0 has no layer below to be merged into; leave {show_layers(above)} as a drop")
-            pattern = draft.pattern
-            if odd := [layer for layer in above if pattern[layer] != pattern[below]]:
-                titles = [printable(pattern[layer][1] or f"kind {pattern[layer][0]}") for layer in (odd[0], below)]
-                raise BadInput(
-                    f"laco: layer {odd[0]} ({titles[0]}) and layer {below} ({titles[1]}) are of different kinds, and"
-                    " their weights cannot be added; merge layers of one kind, or drop it without `by: laco`"
-                )
-            stack = collapsed(stack, below, len(above))
-        return {layer: made for layer, made in stack.items() if made != {layer: 1}}
+        found = facts.becomes
+        named = {layer for made in found.values() for layer in made} | found.keys()
+        if not found or max(named) >= len(draft.layers) or found.keys() & set(gone):
+            raise BadInput("what was merged does not fit this model; was the manifest edited?")
+        return found
 
     def _matched(
-        self, gone: Sequence[int], merged: Mapping[int, Mapping[int, int]], total: int, text: TextLoss | None
+        self, gone: Sequence[int], merged: Mapping[int, Mapping[int, int]], total: int, text: LayerLoss | None
     ) -> str:
         """Return words for the manifest: the layers, how they were chosen, and the loss."""
         how = _into(merged) if self.by == "laco" else ""
         if self.count is not None and self.by != "laco":
             how = f", {_WORDS[self.by or 'block_influence']}"
-        found = f"{show_layers(list(gone))} of {total}{how}"
-        if text is None:
-            return found
-        name = printable(text.text)
-        return f"{found}; loss on {name} {text.before:.4f} → {text.after:.4f} nats ({text.after - text.before:+.4f})"
+        return f"{show_layers(list(gone))} of {total}{how}{said_of(text)}"
 
 
 def _replaced(merged: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
@@ -350,15 +321,14 @@ def _recipes(draft: Draft, merged: Mapping[int, Mapping[int, int]]) -> dict[int,
     return found
 
 
-def _claim(silent: bool, merged: bool, text: TextLoss | None) -> Claim:
+def _claim(silent: bool, merged: bool, text: LayerLoss | None) -> Claim:
     """Return the claim: exact where all removed layers are silent, else none, with the cost where it was measured."""
     if silent:
         return Claim("exact", "the layers that go add exactly zero to the residual stream: what writes to it is zero")
     what = "what the layers added is gone" if not merged else "a layer is not linear in its weights"
     if text is None:
         return Claim("none", f"{what}; what that costs was not measured (`text`), and every layer is to be trained on")
-    cost = f"{text.after - text.before:+.4f} nats a token on {printable(text.text)} ({text.tokens:,} tokens)"
-    return Claim("none", f"{what}: {cost}; every layer is to be trained on")
+    return Claim("none", f"{what}: {text.a_token}; every layer is to be trained on")
 
 
 def silent_layers(base: CheckpointFolder, anatomy: Anatomy) -> list[int]:

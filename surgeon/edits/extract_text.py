@@ -6,7 +6,7 @@ left out. LLaVA (Liu et al., 2023) is an example of such a model.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
@@ -23,7 +23,7 @@ _PROCESSOR_TEMPLATE, _TEMPLATE = "chat_template.json", "chat_template.jinja"
 class ExtractText(Operation):
     """Extract the text tower of an image-text model, in the causal class of transformers that holds it."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "liu2023visual",
             "Liu, Haotian and Li, Chunyuan and Wu, Qingyang and Lee, Yong Jae",
@@ -33,9 +33,9 @@ class ExtractText(Operation):
             "NeurIPS",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: nothing is new", lr=1e-5)
+    training = TrainingDefaults("ours, no paper's: nothing is new", lr=1e-5)
 
-    facts: ClassVar[type[Facts] | None] = Facts
+    facts = Facts
 
     op: Literal["extract_text"]
 

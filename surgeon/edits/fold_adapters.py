@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,13 +16,13 @@ from surgeon.anatomy.family import Role
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft
-from surgeon.blueprint.recipes import Constant, Recipe
+from surgeon.blueprint.recipes import Constant, Copy, Recipe, side_by_side, sliced
 from surgeon.common.formatting import show_layers
-from surgeon.edits.widths import ROUNDING, check_alone, check_free, widen
-from surgeon.errors import BadInput
+from surgeon.edits.widths import ROUNDING, check_alone, check_free, parts_with
+from surgeon.errors import BadInput, printable
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.growing import divisor_of
-from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.operation import Operation
 from surgeon.runtime.adapters_rules import ADAPTER
 
 _PROJECTIONS: Mapping[Role, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -31,10 +31,8 @@ _PROJECTIONS: Mapping[Role, str] = {"gate": "gate_proj", "up": "up_proj", "down"
 class FoldAdapters(Operation):
     """Fold adapters without a gate into the FFN, as native width."""
 
-    papers: ClassVar[tuple[Paper, ...]] = GatedAdapters.papers
-    training: ClassVar[TrainingDefaults] = replace(
-        GatedAdapters.training, source="those of gated_adapters, at their paper's rate", lr=2e-4
-    )
+    papers = GatedAdapters.papers
+    training = replace(GatedAdapters.training, source="those of gated_adapters, at their paper's rate", lr=2e-4)
 
     op: Literal["fold_adapters"]
     multiple_of: Annotated[
@@ -53,14 +51,10 @@ class FoldAdapters(Operation):
         folded = {index: graft for index, layer in enumerate(draft.layers) if (graft := layer.graft("adapters"))}
         _check(draft, folded)
         size = max(int(graft.entry["size"]) for graft in folded.values())
-        hidden, before = draft.anatomy.sizes.hidden, draft.anatomy.sizes.intermediate
+        before = draft.anatomy.sizes.intermediate
         size += -(before + size) % (self.multiple_of or divisor_of(before))
         for index, layer in enumerate(draft.layers):
-            more = {
-                role: _pieces(folded.get(index), role, size, hidden, draft.dtype_of(index)) for role in _PROJECTIONS
-            }
-            changed = widen(draft, index, ("gate", "up"), "down", more)
-            layer.rewritten |= dict.fromkeys(changed, draft.number)
+            _append(draft, index, folded.get(index), size)
             layer.grafts = [graft for graft in layer.grafts if graft.kind != "adapters"]
         draft.settings.pop("local_loss", None)
         draft.widths["intermediate_size"] = before + size
@@ -91,10 +85,36 @@ def _check(draft: Draft, folded: Mapping[int, Graft]) -> None:
     check_free(draft, beside=("adapters",))
 
 
-def _pieces(graft: Graft | None, role: Role, size: int, hidden: int, dtype: str) -> tuple[Recipe, ...]:
-    """Return what is appended to an FFN's projection: the adapter's matrix, and zeros up to the common width."""
-    own = () if graft is None else (graft.tensors[f"{ADAPTER}{_PROJECTIONS[role]}.weight"],)
-    rest = size - (int(graft.entry["size"]) if graft is not None else 0)
-    if not rest:
-        return own
-    return (*own, Constant(0.0, dtype, (hidden, rest) if role == "down" else (rest, hidden)))
+def _append(draft: Draft, index: int, graft: Graft | None, size: int) -> None:
+    """Append `size` neurons to a layer's FFN: those of its adapter, and zeros.
+
+    Biases of gate and up get as many zeros; that of down stays. Raises BadInput where a matrix of the adapter has
+    another dtype than the one that it joins.
+    """
+    home = draft.layers[index]
+    for suffix, part in parts_with(draft, index, tuple(_PROJECTIONS)).items():
+        recipe, writes = home.tensors[suffix], part.blocks[0][0] == "down"
+        if writes and part.kind != "weight":
+            continue
+        pieces: list[Recipe] = []
+        begin = 0
+        for role, rows in part.blocks:
+            if len(part.blocks) == 1:
+                pieces.append(recipe)
+            else:
+                assert isinstance(recipe, Copy), suffix
+                pieces.append(sliced(recipe, begin, begin + rows))
+            rest = size
+            if graft is not None and part.kind == "weight":
+                pieces.append(graft.tensors[f"{ADAPTER}{_PROJECTIONS[role]}.weight"])
+                rest -= int(graft.entry["size"])
+            shape = (recipe.shape[0], rest) if writes else (rest, *recipe.shape[1:])
+            pieces += [Constant(0.0, recipe.dtype, shape)] if rest else []
+            begin += rows
+        if odd := next((piece.dtype for piece in pieces if piece.dtype != recipe.dtype), None):
+            raise BadInput(
+                f"layer {index} ({printable(suffix)}): {recipe.dtype}, and {odd} of another matrix is to stand in it;"
+                " store the layer's matrices in one dtype"
+            )
+        home.tensors[suffix] = side_by_side(pieces, int(writes))
+        home.rewritten[suffix] = draft.number

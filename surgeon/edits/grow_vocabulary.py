@@ -13,8 +13,8 @@ overwritten, no shape changes, and the bound is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,10 +30,7 @@ from surgeon.edits.rows import VocabularyFacts, claim_of_rows
 from surgeon.edits.vocabulary.trimmed import OTHER_VOCABULARIES, ids_named
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale
-
-if TYPE_CHECKING:
-    pass
+from surgeon.operations.prepare import OpenedBase, Paths, Scale
 
 # The most characters of an added token.
 _LONGEST = 200
@@ -48,15 +45,15 @@ class Learn(Spec):
     count: Annotated[int, Field(ge=1, le=1_000_000, description="how many tokens")]
     keep: Annotated[Paths | None, Field(description="text that is to tokenise as before (for `how: unseen`)")] = None
     how: Annotated[
-        Literal["unseen", "appended", "non_ascii"],
-        Field(description="which pairs may be joined: those that `keep` never has, every one, those beyond ASCII"),
+        Literal["unseen", "appended"],
+        Field(description="which pairs may be joined: those that `keep` never has, or every one"),
     ] = "unseen"
 
 
 class GrowVocabulary(Operation):
     """Add tokens, as pieces of the tokenizer and rows of the embeddings, without changing old logits."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "gee2022fast",
             "Gee, Leonidas and Zugarini, Andrea and Rigutini, Leonardo and Torroni, Paolo",
@@ -66,10 +63,10 @@ class GrowVocabulary(Operation):
             "EMNLP 2022 Industry Track",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: rows of embeddings alone", lr=1e-3)
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"tokens": ["surgeonvocabulary"]},)
+    training = TrainingDefaults("ours, no paper's: rows of embeddings alone", lr=1e-3)
+    examples = ({"tokens": ["surgeonvocabulary"]},)
 
-    facts: ClassVar[type[Facts] | None] = VocabularyFacts
+    facts = VocabularyFacts
 
     op: Literal["grow_vocabulary"]
     tokens: Annotated[
@@ -80,9 +77,6 @@ class GrowVocabulary(Operation):
         Sequence[str], Field(description="special tokens, as `<think>`, which decoding can leave out")
     ] = ()
     added: Annotated[Sequence[str], Field(description="added tokens that are not special, as `<tool>`")] = ()
-    output_init: Annotated[
-        Literal["mean"], Field(description="new rows of the output head: the mean of all old ones")
-    ] = "mean"
     input_init: Annotated[
         Literal["pieces", "mean"] | None,
         Field(description="new rows of input embeddings; default: pieces, and mean where embeddings are tied"),

@@ -6,12 +6,11 @@ much smaller than the steps of the weights' dtype are rounded so that they stay 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -24,7 +23,7 @@ from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder, is_of_
 from surgeon.checkpoint.strict_json import json_object, parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
-from surgeon.edits.adapter_changes import Sorted, deltas, name_for_peft, sets_whole
+from surgeon.edits.adapter_changes import Sorted, name_for_peft, sets_whole
 from surgeon.edits.adapter_places import Model, Place, Settings, settings_of
 from surgeon.edits.embeddings import further_rows, has_other_rows, is_untied, set_rows, untie, vocabulary_tensors
 from surgeon.errors import BadInput, printable
@@ -32,9 +31,6 @@ from surgeon.models.templates import template_of
 from surgeon.operations.imported_lora import AdapterFacts
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, SideFile
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 # Side files of which a tokenizer needs one to have tokens.
@@ -55,11 +51,10 @@ class Weighted(Spec):
 
 
 class MergedAdapter(Spec):
-    """The facts of a merged adapter, without its weights; `norms` are ‖s · B A‖ by the path of the adapted module."""
+    """The facts of a merged adapter, without its weights."""
 
     facts: AdapterFacts
     settings: Settings
-    norms: dict[str, Annotated[float, Field(ge=0)]]
 
 
 class MergeFacts(Facts):
@@ -67,17 +62,13 @@ class MergeFacts(Facts):
 
     adapters: list[MergedAdapter]
 
-    def figures(self) -> dict[str, Any]:
-        """Return ‖ΔW‖ of every matrix that an adapter changes, where the adapter determines it, by the adapter's id."""
-        return {"deltas": {each.facts.id: dict(each.norms) for each in self.adapters}}
-
 
 class MergeAdapter(Operation):
     """Merge PEFT adapters into the weights that they adapt; the output has the base's own class."""
 
     model_config = ConfigDict(populate_by_name=True)
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "hu2022lora",
             "Hu, Edward J. and Shen, Yelong and Wallis, Phillip and others",
@@ -95,10 +86,10 @@ class MergeAdapter(Operation):
             "ICML",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: the merged weights", lr=1e-5)
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"from": "adapter"},)
+    training = TrainingDefaults("ours, no paper's: the merged weights", lr=1e-5)
+    examples = ({"from": "adapter"},)
 
-    facts: ClassVar[type[Facts] | None] = MergeFacts
+    facts = MergeFacts
 
     op: Literal["merge_adapter"]
     source: Annotated[
@@ -136,7 +127,7 @@ class MergeAdapter(Operation):
         return [each if isinstance(each, Weighted) else Weighted(adapter=each) for each in every]
 
     def prepare(self, base: OpenedBase) -> MergeFacts:
-        """Open the adapters, and compute the norms of their changes.
+        """Open the adapters, and sort their tensors by what they change.
 
         Their tokenizer files replace the base's where the output is to have them. Raises BadInput where an adapter
         cannot be merged.
@@ -154,9 +145,6 @@ class MergeAdapter(Operation):
                 raise BadInput(f"{error}{said}") from error
             if trained_on:
                 base.notes.append(f"{shown}: {trained_on}, its config says")
-            if adapter.norms:
-                sizes = adapter.norms.values()
-                base.notes.append(f"{shown}: ‖ΔW‖ is {min(sizes):.3g} to {max(sizes):.3g} in {len(sizes)} matrices")
             found.append(adapter)
             rows = more or rows
         folders = [base.adapter(each.adapter) for each in self.listed]
@@ -415,42 +403,22 @@ def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[Merg
     settings = settings_of(folder)
     known = Sorted(called, folder.facts, settings, 1.0, model)
     known.sort()
-    norms = {} if settings.dora else {path: _norm(folder, product) for path, product in known.pairs.items()}
-    if len(folder.facts.tensors) == 2 * len(norms) and not any(norms.values()):
-        why = f"B A is zero in all {len(norms)} matrices, as before training; give one that was saved after it"
-        if not any(product.scale for product in known.pairs.values()):
+    if len(folder.facts.tensors) == 2 * len(known.pairs):
+        pairs = known.pairs.values()
+        why = ""
+        if not any(product.scale for product in pairs):
             why = f"`lora_alpha` is {folder.facts.alpha:g}; give the adapter's own {ADAPTER_CONFIG}"
-        raise BadInput(f"{printable(called)}: this adapter does nothing: {why}")
-    adapter = MergedAdapter(facts=AdapterFacts.of(folder.facts), settings=settings, norms=norms)
+        elif all(_is_zero(folder.read(product.up.tensor)) for product in pairs):
+            why = f"B is zero in all {len(pairs)} matrices, as before training; give one that was saved after it"
+        if why:
+            raise BadInput(f"{printable(called)}: this adapter does nothing: {why}")
+    adapter = MergedAdapter(facts=AdapterFacts.of(folder.facts), settings=settings)
     return adapter, known.rows
 
 
-def _norm(folder: AdapterFolder, product: Product) -> float:
-    """Return ‖s · B A‖ of a pair of matrices, or of all experts' pairs, from the small products A Aᵀ and Bᵀ B.
-
-    Raises BadInput where a number is not finite.
-    """
-    import numpy as np
-
-    down, up = (
-        _numbers(folder.read(each.tensor), each.dtype).reshape(each.shape) for each in (product.down, product.up)
-    )
-    rank, count = product.rank, 1 if product.expert is None else product.expert[1]
-    pairs = ((down[e * rank : (e + 1) * rank], up[:, e::count]) for e in range(count))
-    if not (np.isfinite(down).all() and np.isfinite(up).all()):
-        tensor = printable(product.up.tensor)
-        raise BadInput(f"{folder.shown_weights}: {tensor} or its A holds NaN or infinity; get it again")
-    square = sum(float(np.sum((a @ a.T) * (b.T @ b))) for a, b in pairs)
-    return abs(product.scale) * math.sqrt(max(0.0, square))
-
-
-def _numbers(content: bytearray, dtype: str) -> np.ndarray:
-    """Return stored numbers in float64."""
-    import numpy as np
-
-    if dtype == "BF16":
-        return (np.frombuffer(content, np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return np.frombuffer(content, {"F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype]).astype(np.float64)
+def _is_zero(content: bytearray) -> bool:
+    """Return whether all bytes of a tensor are zero."""
+    return content.count(0) == len(content)
 
 
 def _shown(listed: list[Weighted]) -> str:
@@ -460,11 +428,12 @@ def _shown(listed: list[Weighted]) -> str:
 
 def count_of(merged: Mapping[str, list[Step]]) -> str:
     """Describe what was merged: how many matrices by products of which ranks, and what else."""
-    products = [step for steps in merged.values() for step in steps if isinstance(step, Product)]
+    found = [(name, step) for name, steps in merged.items() for step in steps if isinstance(step, Product)]
+    products = [step for _, step in found]
     ranks = sorted({step.rank for step in products})
     rank = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if ranks else ""
     kind = "DoRA" if any(step.magnitude for step in products) else "LoRA"
-    names = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name, _ in deltas(merged))
+    names = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name, _ in found)
     whole = [name for name, steps in merged.items() if any(isinstance(step, Trained) for step in steps)]
     return "; ".join(
         [

@@ -6,7 +6,7 @@ the function; `surgeon merge` measures the cost.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ from surgeon.common.formatting import show
 from surgeon.errors import BadInput
 from surgeon.grafts.registry import INTERPOLATORS
 from surgeon.operations.control_llm import CONTROL_LLM
-from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.operation import Operation, TrainingDefaults
 from surgeon.runtime.control_rules import INTERPOLATOR
 from surgeon.runtime.rules import BRANCH
 
@@ -26,10 +26,8 @@ from surgeon.runtime.rules import BRANCH
 class MergeBranches(Operation):
     """Turn every control block into one native layer again; other grafts stay."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "Control LLM's rate", lr=5e-5, min_lr=1e-5, decay_of_rate=0.1
-    )
+    papers = (CONTROL_LLM,)
+    training = TrainingDefaults("Control LLM's rate", lr=5e-5, min_lr=1e-5, decay_of_rate=0.1)
 
     op: Literal["merge_branches"]
     alpha: Annotated[

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,7 +43,7 @@ _MOST_TIMES = 4
 class PadTo(Operation):
     """Pad heads, neurons and vocabulary rows to numbers that divide evenly; the padding computes nothing."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "shoeybi2019megatron",
             "Shoeybi, Mohammad and Patwary, Mostofa and Puri, Raul and others",
@@ -53,8 +53,9 @@ class PadTo(Operation):
         ),
         COMPOSABLE,
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: padding is not to train", lr=1e-4)
-    examples: ClassVar[tuple[dict[str, object], ...]] = ({"tensor_parallel": 8}, {"multiple_of": 256})
+    training = TrainingDefaults("ours, no paper's: padding is not to train", lr=1e-4)
+    examples = ({"tensor_parallel": 8}, {"multiple_of": 256})
+    way_on = "pad something else, or leave it as it is"
 
     op: Literal["pad_to"]
     tensor_parallel: Annotated[
@@ -78,11 +79,6 @@ class PadTo(Operation):
         if self.tensor_parallel is None and self.multiple_of is None and self.vocabulary is None:
             raise ValueError("give at least one of `tensor_parallel`, `multiple_of` and `vocabulary`")
         return self
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "pad something else, or leave it as it is"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
         """Return (operation, no facts) for a twin: the base's heads, fewer neurons, and fewer embedding rows."""

@@ -12,9 +12,8 @@ from surgeon.blueprint.recipes import HEAD_BLOCK
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
 from surgeon.common.check import Check
-from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.operations.prepare import Facts, Scale, SideFile, TextCounts
+from surgeon.operations.prepare import Facts, Scale, SideFile
 
 if TYPE_CHECKING:
     from surgeon.edits.vocabulary.grow import Grown
@@ -44,7 +43,7 @@ class VocabularyFacts(Facts):
             rows=grown.rows,
             made_of=[" ".join(map(str, named)) for named in grown.made_of],
             side_files={name: SideFile(inserted=[*map(list, at)]) for name, at in grown.inserted.items()},
-            texts=[TextCounts(**plain_fields(text)) for text in grown.measured],
+            texts=list(grown.measured),
         )
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,12 +21,11 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
 from surgeon.common.check import Check, some
-from surgeon.common.json_results import plain_fields
 from surgeon.edits.embeddings import further_rows, has_other_rows, set_rows, vocabulary_tensors
 from surgeon.edits.vocabulary.trimmed import from_bits, to_bits, trimmed_files, with_tokens
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale, SideFile, TextCounts
+from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale, SideFile
 
 # By default, the number of rows that stay is a multiple of the largest of these that divides the base's rows.
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -78,7 +77,7 @@ class TrimFacts(Facts):
 class TrimVocabulary(Operation):
     """Keep the tokens of a text, a list or a script, with unchanged logits, and remove all others."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "abdaoui2020load",
             "Abdaoui, Amine and Pradel, Camille and Sigel, Grégoire",
@@ -88,12 +87,10 @@ class TrimVocabulary(Operation):
             "SustaiNLP 2020",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "ours, no paper's: nothing is new, so nothing trains", lr=1e-5
-    )
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"scripts": ["Latin"]},)
+    training = TrainingDefaults("ours, no paper's: nothing is new, so nothing trains", lr=1e-5)
+    examples = ({"scripts": ["Latin"]},)
 
-    facts: ClassVar[type[Facts] | None] = TrimFacts
+    facts = TrimFacts
 
     op: Literal["trim_vocabulary"]
     text: Annotated[Paths | None, Field(description="text whose tokens stay: .jsonl with a text a line, or plain")] = (
@@ -161,7 +158,7 @@ class TrimVocabulary(Operation):
             rows=rows,
             kept=to_bits(made.kept, rows),
             side_files={name: SideFile.of(content) for name, content in made.files.items()},
-            texts=[TextCounts(**plain_fields(text)) for text in made.measured],
+            texts=list(made.measured),
         )
 
     def edit(self, draft: Draft, facts: TrimFacts | None) -> OperationRecord:

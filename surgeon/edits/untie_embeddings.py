@@ -6,7 +6,7 @@ logits are the base's; from then on each matrix trains by itself.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
@@ -18,7 +18,7 @@ from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 class UntieEmbeddings(Operation):
     """Give the output head its own tensor, a copy of the embeddings that it was tied to."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "press2017using",
             "Press, Ofir and Wolf, Lior",
@@ -28,7 +28,7 @@ class UntieEmbeddings(Operation):
             "EACL",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: the new head alone", lr=1e-4)
+    training = TrainingDefaults("ours, no paper's: the new head alone", lr=1e-4)
 
     op: Literal["untie_embeddings"]
 

@@ -8,9 +8,9 @@ not change.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -29,15 +29,16 @@ from surgeon.edits.widths import (
 from surgeon.errors import BadInput
 from surgeon.grafts.adapters import VARIANCES
 from surgeon.operations.growing import New, lengthen, norms_of_all_heads, wider_heads
-from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
+from surgeon.operations.operation import OneOf, Operation, TrainingDefaults
 
 
 class WidenAttention(Operation):
     """Add groups of attention heads, which add nothing at birth."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (COMPOSABLE,)
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: new heads alone", lr=2e-4)
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"groups": 1}, {"groups": "double"})
+    papers = (COMPOSABLE,)
+    training = TrainingDefaults("ours, no paper's: new heads alone", lr=2e-4)
+    examples = ({"groups": 1}, {"groups": "double"})
+    way_on = "something else in its code depends on what grows; widen something else, or insert layers"
 
     op: Literal["widen_attention"]
     groups: Annotated[
@@ -56,11 +57,6 @@ class WidenAttention(Operation):
             " of the output projection are zero"
         ),
     ] = "low_variance"
-
-    @property
-    def way_on(self) -> str:
-        """Return why a twin of the output may break the promise, and what to do then."""
-        return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the attention of every layer.

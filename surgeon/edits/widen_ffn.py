@@ -6,9 +6,8 @@ too. The native class with larger widths, and the same function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -36,9 +35,10 @@ NET2NET = Paper(
 class WidenFFN(Operation):
     """Add neurons to every FFN, which add nothing at birth."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (NET2NET, COMPOSABLE)
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: new neurons alone", lr=2e-4)
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"by": 8},)
+    papers = (NET2NET, COMPOSABLE)
+    training = TrainingDefaults("ours, no paper's: new neurons alone", lr=2e-4)
+    examples = ({"by": 8},)
+    way_on = "something else in its code depends on what grows; widen something else, or insert layers"
 
     op: Literal["widen_ffn"]
     to: Annotated[int | None, Field(ge=1, le=LARGEST_SIZE, description="the new width, where all FFNs have one")] = None
@@ -58,11 +58,6 @@ class WidenFFN(Operation):
         if (self.to is None) == (self.by is None):
             raise ValueError("give either `to` (the new width) or `by` (how many neurons more)")
         return self
-
-    @property
-    def way_on(self) -> str:
-        """Return why a twin of the output may break the promise, and what to do then."""
-        return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
         """Return (operation, no facts) for a twin: a few neurons more, by a multiple of what kernels process."""

@@ -9,7 +9,7 @@ with a reader's whole weight on the first copy). The native class with a larger 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,7 +32,7 @@ _MOST_AXES = 2
 class WidenHidden(Operation):
     """Widen the residual stream, which adds nothing at birth."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "chen2022bert2bert",
             "Chen, Cheng and Yin, Yichun and Shang, Lifeng and others",
@@ -50,8 +50,9 @@ class WidenHidden(Operation):
             "ICLR",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: what the wider stream brings", lr=2e-4)
-    examples: ClassVar[tuple[dict[str, object], ...]] = ({"times": 2},)
+    training = TrainingDefaults("ours, no paper's: what the wider stream brings", lr=2e-4)
+    examples = ({"times": 2},)
+    way_on = "something else in its code depends on what grows; widen something else, or insert layers"
 
     op: Literal["widen_hidden"]
     times: Annotated[
@@ -68,11 +69,6 @@ class WidenHidden(Operation):
         if (self.to is None) == (self.times is None):
             raise ValueError("give either `to` (the new hidden_size) or `times` (how many times as wide)")
         return self
-
-    @property
-    def way_on(self) -> str:
-        """Return why a twin of the output may break the promise, and what to do then."""
-        return "something else in its code depends on what grows; widen something else, or insert layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the tensors that read, write and scale the stream, in every layer and outside the layers."""

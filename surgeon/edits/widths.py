@@ -8,12 +8,11 @@ bfloat16 in some.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 
 from surgeon.anatomy.family import Part, Role
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Random, Recipe, side_by_side, sliced
+from surgeon.blueprint.recipes import Random
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.grafts.adapters import VARIANCES
@@ -95,58 +94,6 @@ def check_free(draft: Draft, *, beside: Sequence[str] = ()) -> None:
                     f"layer {index} carries a graft ({graft.text}) of the width that it has now; revert it, or fold or"
                     " merge it first"
                 )
-
-
-def with_rows(recipe: Recipe, part: Part, more: Mapping[Role, Sequence[Recipe]]) -> Joined:
-    """Return a tensor with more rows after the rows of each of its blocks."""
-    if len(part.blocks) == 1:
-        return side_by_side((recipe, *more[part.role]), 0)
-    assert isinstance(recipe, Copy), part.suffix
-    pieces: list[Recipe] = []
-    begin = 0
-    for role, rows in part.blocks:
-        pieces += [sliced(recipe, begin, begin + rows), *more[role]]
-        begin += rows
-    return side_by_side(pieces, 0)
-
-
-def widen(
-    draft: Draft, layer: int, reading: Sequence[Role], writing: Role, more: Mapping[Role, Sequence[Recipe]]
-) -> set[str]:
-    """Give a layer's modules that read the stream `more` rows, and the one that writes `more` columns.
-
-    Biases of reading modules get as many zeros; the writing module's bias stays. Returns the suffixes that changed.
-    """
-    home = draft.layers[layer]
-    changed: set[str] = set()
-    for suffix, part in parts_with(draft, layer, (*reading, writing)).items():
-        recipe = home.tensors[suffix]
-        # A layer's matrices may have several dtypes: a new piece gets the dtype of the matrix that it joins.
-        born = {role: tuple(_stored_as(recipe.dtype, piece) for piece in pieces) for role, pieces in more.items()}
-        if part.blocks[0][0] == writing:
-            if part.kind != "weight":
-                continue
-            made = side_by_side((recipe, *born[writing]), 1)
-        elif part.kind == "weight":
-            made = with_rows(recipe, part, born)
-        else:
-            rows = {role: sum(piece.shape[0] for piece in more[role]) for role, _ in part.blocks}
-            zeros = {role: (Constant(0.0, recipe.dtype, (count,)),) for role, count in rows.items()}
-            made = with_rows(recipe, part, zeros)
-        odd = next((each.dtype for each in made.parts if each.dtype != recipe.dtype), None)
-        if odd is not None:
-            raise BadInput(
-                f"layer {layer} ({printable(suffix)}): {recipe.dtype}, and {odd} of another matrix is to stand in it;"
-                " store the layer's matrices in one dtype"
-            )
-        home.tensors[suffix] = made
-        changed.add(suffix)
-    return changed
-
-
-def _stored_as(dtype: str, piece: Recipe) -> Recipe:
-    """Return a new piece in another dtype; a piece of stored numbers as it is."""
-    return replace(piece, dtype=dtype) if isinstance(piece, Constant | Random) else piece
 
 
 def drawn(draft: Draft, new: New, init: str, reads: int) -> Random:

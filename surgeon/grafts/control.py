@@ -12,10 +12,6 @@ from surgeon.runtime.interpolators import Interpolation, InterpolatorSpec
 from surgeon.runtime.rules import BRANCH, Surgery
 
 DIVERGENCES = ("mse", "cosine", "none")
-NO_ATTENTION = (
-    "divergence `attention` compares attention maps, which sdpa, flash and flex attention never form;"
-    " use `mse` or `cosine`"
-)
 
 
 class ControlKind(Kind):
@@ -65,8 +61,6 @@ class KnownControl(KnownGraft, ControlRules):
             one_of("interpolator kind", block.interpolator.kind, self.interpolators)
             rule = self.interpolators[block.interpolator.kind]
             check_interpolator(rule, block.interpolator, self.interpolators.values())
-            if block.divergence.kind == "attention":
-                raise ValueError(f"config.surgery: {NO_ATTENTION}")
             one_of("divergence kind", block.divergence.kind, DIVERGENCES)
             loss_weight("divergence weight", block.divergence.weight)
             if rule.projects and block.divergence.kind == "none":

@@ -1,7 +1,7 @@
 """Files that a training run puts next to its weights: the base's own values and a PEFT adapter, in separate folders.
 
-Loaders do not read these folders. They stay with the run and are included in the run's delta; no other command copies
-them. A study of tasks adds a record, whose digest surgery.json then contains.
+Loaders do not read these folders. They stay with the run: no other command copies them. A study of tasks adds a record,
+whose digest surgery.json then contains.
 """
 
 from __future__ import annotations
@@ -58,43 +58,22 @@ def with_kept(out: CheckpointFolder, kept: CheckpointFolder) -> CheckpointFolder
     return dataclasses.replace(out, tensors=found, headers={**out.headers, **kept.headers})
 
 
-def adapter_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
-    """Return the output's folder with only the adapter's tensors in `adapter/`; None where there is no adapter.
-
-    Raises BadInput where the adapter's file is damaged.
-    """
-    if ADAPTER_WEIGHTS_FILE not in files_beside(out):
-        return None
-    headers = out.source.headers([ADAPTER_WEIGHTS_FILE])
-    tensors = {info.name: info for info in headers[ADAPTER_WEIGHTS_FILE].tensors}
-    return dataclasses.replace(out, tensors=tensors, headers=headers, shards=(ADAPTER_WEIGHTS_FILE,))
-
-
 def adapter_beside(out: CheckpointFolder) -> AdapterEntry | None:
     """Return the manifest entry for the adapter in `adapter/` as it is now; None where there is no adapter.
 
     Reads all bytes of the adapter. Raises BadInput where a file is damaged.
     """
-    found = adapter_tensors(out)
-    if found is None:
+    if not {ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE} <= {*_in(out, ADAPTER_FOLDER, "")}:
         return None
-    digests = digests_of(found, found.tensors, lambda _: None)
+    headers = out.source.headers([ADAPTER_WEIGHTS_FILE])
+    tensors = {info.name: info for info in headers[ADAPTER_WEIGHTS_FILE].tensors}
+    found = dataclasses.replace(out, tensors=tensors, headers=headers, shards=(ADAPTER_WEIGHTS_FILE,))
+    digests = digests_of(found, tensors, lambda _: None)
+    config = out.source.small(ADAPTER_CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     return AdapterEntry(
-        config=hashlib.sha256(adapter_config_beside(out)).hexdigest(),
-        tensors={name: StoredTensor.of(info, digests[name]) for name, info in sorted(found.tensors.items())},
+        config=hashlib.sha256(config).hexdigest(),
+        tensors={name: StoredTensor.of(info, digests[name]) for name, info in sorted(tensors.items())},
     )
-
-
-def adapter_config_beside(out: CheckpointFolder) -> bytes:
-    """Return the config file of the adapter in `adapter/`. Raises BadInput where it cannot be read."""
-    return out.source.small(ADAPTER_CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
-
-
-def files_beside(out: CheckpointFolder) -> list[str]:
-    """Return the files next to the weights that training wrote and a delta contains, by their names in the output."""
-    adapter = {ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE}
-    found = _in(out, ADAPTER_FOLDER, "")
-    return [*_in(out, KEPT_FOLDER, ".safetensors"), *(sorted(adapter) if adapter <= {*found} else ())]
 
 
 def _in(out: CheckpointFolder, folder: str, ending: str) -> list[str]:

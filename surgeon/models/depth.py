@@ -27,7 +27,7 @@ from surgeon.common.formatting import show_layers
 from surgeon.common.library import first_line
 from surgeon.common.listener import Listener
 from surgeon.errors import BadInput, printable
-from surgeon.models.layer_choice import LayersOut, Stack, collapsed, runs_above
+from surgeon.models.layer_choice import LayersOut, Stack, collapsed
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
@@ -121,7 +121,7 @@ class Depth:
             if not all(layer < self.count for layer in out.layers) or len(set(out.layers)) >= self.count:
                 # The draft reports which of them does not exist.
                 return Choice((), {}, self.before, ())
-            return self._listed(out)
+            return Choice(out.layers, {}, self.run(self.without(out.layers)).loss, ())
         if out.count >= self.count:
             raise BadInput(f"`count` {out.count} of {self.count} layers: at least one must stay")
         match out.by:
@@ -152,21 +152,6 @@ class Depth:
     def without(self, layers: Sequence[int]) -> Stack:
         """Return the stack without these layers."""
         return {layer: made for layer, made in self.whole.items() if layer not in layers}
-
-    def _listed(self, out: LayersOut) -> Choice:
-        """Return the choice of the listed layers, with LaCo's merges where `out.by` is `laco`.
-
-        An empty choice where a merge is not possible; the draft then reports why.
-        """
-        if out.by != "laco":
-            return Choice(out.layers, {}, self.run(self.without(out.layers)).loss, ())
-        stack = self.whole
-        for below, above in runs_above(out.layers):
-            if below < 0 or any(self.kinds[layer] != self.kinds[below] for layer in above):
-                # The draft reports why not.
-                return Choice((), {}, self.before, ())
-            stack = collapsed(stack, below, len(above))
-        return Choice(out.layers, _merged(stack), self.run(stack).loss, ())
 
     def _by_influence(self, count: int) -> Choice:
         """Choose the `count` layers of least block influence."""

@@ -5,7 +5,6 @@ No weight is read here: `depth.py` runs the base, and the blueprint is made from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,17 +29,6 @@ class LayersOut:
     threshold: float
     interval: int
     range: tuple[int, int] | None = None
-
-
-def runs_above(layers: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the runs of consecutive layers in `layers`, from the top down, each with the layer below it (-1: none)."""
-    found: list[tuple[int, list[int]]] = []
-    for layer in sorted(set(layers)):
-        if found and layer == found[-1][1][-1] + 1:
-            found[-1][1].append(layer)
-        else:
-            found.append((layer - 1, [layer]))
-    return found[::-1]
 
 
 def collapsed(stack: Stack, layer: int, merge: int) -> Stack:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft, silence
@@ -18,7 +18,7 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
-from surgeon.grafts.control import DIVERGENCES, NO_ATTENTION
+from surgeon.grafts.control import DIVERGENCES
 from surgeon.grafts.registry import INTERPOLATORS
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers
@@ -73,20 +73,12 @@ class Interpolator(Spec):
         return self
 
 
-def _no_attention(kind: object) -> object:
-    """Return the kind of divergence. Raises ValueError for `attention`, with the reason why it does not exist."""
-    if kind == "attention":
-        raise ValueError(NO_ATTENTION)
-    return kind
-
-
 class Divergence(Spec):
     """The loss that keeps the expanded branch near the pre-trained one in training (section 3.4)."""
 
     kind: Annotated[
         str,
         OneOf(lambda: DIVERGENCES),
-        BeforeValidator(_no_attention),
         Field(description="mean square over the hidden size, or 1 - cosine; tokens of padding left out"),
     ] = "mse"
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False, description="its share λ of the loss")] = 1.0
@@ -95,21 +87,22 @@ class Divergence(Spec):
 class ControlLLM(Operation):
     """Add trainable copies of chosen layers: parallel with an interpolator, on top, or both in turn."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+    papers = (CONTROL_LLM,)
+    training = TrainingDefaults(
         "Control LLM, section 3.4: AdamW, 5e-5 to 1e-5, cosine, 1000 warm-up steps; weight decay 10 % of"
         " the rate; 512 sequences of 8192; the rate is ours, for small runs",
         lr=1e-3,
         min_lr=2e-4,
         decay_of_rate=0.1,
     )
-    grafts: ClassVar[tuple[str, ...]] = ("control",)
+    grafts = ("control",)
     legend: ClassVar[Mapping[str, Legend]] = {"C": Legend("control block: a trainable twin (Control LLM)", 3)}
 
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = (
+    examples = (
         {"layers": "all"},
         {"layers": "all", "expansion": "stack"},
     )
+    way_on = "use another graft, or operations that add layers"
 
     op: Literal["control_llm"]
     layers: Annotated[LayerSelector, Field(description="the layers to expand; the paper's 8 of 32: `{every: 4}`")]
@@ -141,11 +134,6 @@ class ControlLLM(Operation):
     def attaches(self) -> bool:
         """Return whether grafts are attached; copies on top are native layers."""
         return self.expansion != "stack"
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "use another graft, or operations that add layers"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the branches, insert the copies, and return what was matched and what is promised."""

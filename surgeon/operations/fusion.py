@@ -25,9 +25,7 @@ from surgeon.blueprint.recipes import (
     Fused,
     MapRef,
     Recipe,
-    TextSupport,
     Units,
-    WholeHeads,
     average,
 )
 from surgeon.errors import BadInput, printable
@@ -129,12 +127,10 @@ def _slots(spaces: Iterable[Space], suffix: str, axis: int) -> list[tuple[Space,
 
 Order = Literal["align_first", "cost_first"]
 Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
-Heads = Literal["free", "blocks"]
 Unaligned = Literal["refuse", "average"]
 
 # Roles that get a transport problem of their own, in the order of the layer; the rest (norms) borrow a map.
 _SOLVED: tuple[Role, ...] = ("query", "key", "value", "output", "gate", "up", "down")
-_OF_HEADS: tuple[Role, ...] = ("query", "key", "value")
 # Roles that read the residual stream after attention.
 _READ_OUTPUT: frozenset[Role] = frozenset({"gate", "up", "router", "shared_gate"})
 
@@ -145,39 +141,24 @@ def fuse_layers(
     below: int,
     label: str,
     flow: Flow,
-    heads: Heads,
     settings: Mapping[str, object],
     skip: frozenset[str],
-    support: TextSupport | None = None,
     unaligned: Unaligned = "refuse",
     order: Order = "align_first",
 ) -> dict[str, Recipe]:
     """Return recipes, by suffix, of the layer fused from layers `below` and `below + 1` of the draft.
 
-    With `heads` "blocks" query, key and value are aligned by whole heads, and the attention output uses the query
-    heads' map as its T_in in every flow: its columns are those heads. With `support` rows are compared by activations,
-    which only layers of the base have; raises BadInput for others. Modules without a known role are averaged; where
-    `unaligned` is "refuse", BadInput names them. `order` decides whether T_in moves the lower layer's rows before their
-    cost is computed. Adds the shared couplings to the draft, named `{label}.{role}`. Tensors in `skip` are zeroed
-    afterwards: a map that only they need is not computed (down_proj's, in families without post-norms); o_proj's map
-    is, since gate and up use it as their T_in.
+    Modules without a known role are averaged; where `unaligned` is "refuse", BadInput names them. `order` decides
+    whether T_in moves the lower layer's rows before their cost is computed. Adds the shared couplings to the draft,
+    named `{label}.{role}`. Tensors in `skip` are zeroed afterwards: a map that only they need is not computed
+    (down_proj's, in families without post-norms); o_proj's map is, since gate and up use it as their T_in.
     """
     kind = draft.kind_of(below)
-    if support is not None:
-        _check_support(draft, below, kind)
     spaces = spaces_of(draft.anatomy, draft.layers[below].like, kind)
     _check_aligned(draft.anatomy.family.model_type, kind, skip, unaligned, spaces)
-    if support is not None and spaces:
-        raise BadInput(
-            f"`support: activations` compares what modules put out, and {spaces[0].name} of layer {below} are compared"
-            " by all that they are; use `support: weights`"
-        )
-    if heads == "blocks":
-        _check_whole_heads(draft, below)
     lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
     parts = tuple(part for part in kind.parts if not is_of_experts(part))
-    flow_of = _Flow(flow, heads, label, parts, spaces)
-    whole_heads = _whole_heads(draft, parts, lower, upper, label) if heads == "blocks" else None
+    flow_of = _Flow(flow, label, parts, spaces)
     cost_first = order == "cost_first"
     add_spaces(draft, spaces, lower, upper, label=label, settings=settings, cost_first=cost_first)
     needed = _needed_roles(parts, flow_of, skip, experts=router_of(kind.parts) is not None)
@@ -192,8 +173,6 @@ def fuse_layers(
                 stop=stop,
                 t_in=flow_of.t_in(role),
                 settings=tuple(sorted(settings.items())),
-                whole_heads=whole_heads if role in _OF_HEADS else None,
-                support=support,
                 cost_first=cost_first,
             )
         )
@@ -286,39 +265,11 @@ def _fused_tensors(
     return tensors
 
 
-def _check_whole_heads(draft: Draft, below: int) -> None:
-    """Raise BadInput where the heads of a layer cannot change places."""
-    if not draft.anatomy.derivation.whole_heads(draft.layers[below].like):
-        raise BadInput(
-            f"`heads: blocks` aligns whole heads, and on a twin of this {draft.anatomy.family.model_type} those of"
-            f" layer {below} cannot change places; use `heads: free`"
-        )
-
-
-def _check_support(draft: Draft, below: int, kind: LayerKind) -> None:
-    """Raise BadInput where two layers cannot be compared by activations.
-
-    These are layers with experts, and layers that are not unchanged layers of the base.
-    """
-    for index in (below, below + 1):
-        if draft.layers[index].base is None or draft.layers[index].rewritten:
-            raise BadInput(
-                f"`support: activations` needs layers of the base on both sides; layer {index} was made by an earlier"
-                " operation: put this one first, or use `support: weights`"
-            )
-    if router_of(kind.parts) is not None:
-        raise BadInput(
-            "`support: activations` compares what linear modules put out, and the experts of a layer are not such"
-            " modules; use `support: weights`"
-        )
-
-
 @dataclass(frozen=True)
 class _Flow:
     """The map for the input side of each matrix of the layer `label`; `parts` are its tensors without experts."""
 
     kind: Flow
-    heads: Heads
     label: str
     parts: tuple[Part, ...]
     spaces: tuple[Space, ...] = ()
@@ -326,7 +277,7 @@ class _Flow:
     @property
     def output_follows_query(self) -> bool:
         """Return whether the query's map aligns the attention output's columns; only where their sizes match."""
-        if self.heads == "free" and self.kind not in ("vanilla_output", "vanilla"):
+        if self.kind not in ("vanilla_output", "vanilla"):
             return False
         query, output = _weight_rows(self.parts, "query"), _weight_rows(self.parts, "output")
         return query is not None and output is not None and output[0].shape[1] == query[2] - query[1]
@@ -346,23 +297,6 @@ class _Flow:
         return IDENTITY
 
 
-def _whole_heads(
-    draft: Draft, parts: tuple[Part, ...], lower: Mapping[str, Recipe], upper: Mapping[str, Recipe], label: str
-) -> WholeHeads:
-    """Return the query, key and value couplings that are solved together, with the sizes of the heads."""
-    sizes = draft.anatomy.sizes
-    output, _, _ = _rows_of(parts, "output")
-    return WholeHeads(
-        query=f"{label}.query",
-        key=f"{label}.key",
-        value=f"{label}.value",
-        output=(lower[output.suffix], upper[output.suffix]),
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-    )
-
-
 def _needed_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str], *, experts: bool) -> set[Role]:
     """Return the roles whose maps some tensor of the fused layer needs, directly or as another map's T_in."""
     needed: set[Role] = set()
@@ -377,8 +311,6 @@ def _needed_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str], *,
         needed.add("output")
     if "output" in needed and flow.output_follows_query:
         needed.add("query")
-    if flow.heads == "blocks" and needed & set(_OF_HEADS):
-        needed.update(_OF_HEADS)
     return needed
 
 

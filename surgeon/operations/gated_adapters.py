@@ -50,7 +50,7 @@ class LocalLoss(Spec):
 class GatedAdapters(Operation):
     """Add gated adapters parallel to the FFN of chosen layers."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "signetalla2024neutral",
             r"Signe Talla, Franck and Grave, {\'E}douard and J{\'e}gou, Herv{\'e}",
@@ -59,17 +59,18 @@ class GatedAdapters(Operation):
             "2410.02744",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+    training = TrainingDefaults(
         "Neutral Residues, section 4.1 and Table 8: 2e-4, betas 0.9 and 0.95, 64 sequences of 4096, p = 0.1; rate"
         " measured",
         lr=1e-2,
         betas=(0.9, 0.95),
         original_share=0.1,
     )
-    grafts: ClassVar[tuple[str, ...]] = ("adapters",)
+    grafts = ("adapters",)
     legend: ClassVar[Mapping[str, Legend]] = {"A": Legend("gated adapter beside the FFN (Neutral Residues)", 1)}
 
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"size": 8},)
+    examples = ({"size": 8},)
+    way_on = "use another graft, or operations that add layers"
 
     op: Literal["gated_adapters"]
     layers: Annotated[LayerSelector, Field(description="the layers that get an adapter")] = "all"
@@ -133,11 +134,6 @@ class GatedAdapters(Operation):
                 return {self.local_loss.kind: self.local_loss.weight}
             case _:
                 return {loss.kind: loss.weight for loss in self.local_loss}
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "use another graft, or operations that add layers"
 
     def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
         """Return (operation, no facts) with small adapters for a twin.

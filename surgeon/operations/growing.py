@@ -185,18 +185,16 @@ def wider_heads(draft: Draft, groups: int) -> tuple[dict[str, int], Growths]:
     fields |= {key: value * after // sizes.kv_heads for key, value in others.items()}
     found = _head_growths(draft.anatomy, fields)
     if found is None:
-        raise BadInput(_groups_that_fit(draft.anatomy) or f"config.json: with {after * each} heads {SMALLER_HEADS}")
+        raise BadInput(f"config.json: with {after * each} heads {_SMALLER_HEADS}")
     return found
 
 
 # The reason why heads cannot be added in some classes.
-SMALLER_HEADS = (
+_SMALLER_HEADS = (
     "transformers' class builds heads of another size, or tensors that do not grow with them, as one does that divides"
-    " `hidden_size` by their number: the old ones would compute something else, so none can be added; widen_ffn may"
-    " widen it"
+    " `hidden_size` by their number: the old ones would compute something else; try another number of heads, or"
+    " widen_ffn"
 )
-# The most groups that are considered, and the most that are tried, where a plan's number does not fit.
-_MOST_GROUPS, _MOST_TRIALS = 4096, 3
 
 
 def _head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str, int], Growths] | None:
@@ -208,23 +206,6 @@ def _head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str
             if any(grown) and all(of * after == to * before for here in grown for _, of, to in here.values()):
                 return {**fields, **more}, grown
     return None
-
-
-def _groups_that_fit(anatomy: Anatomy) -> str:
-    """Describe the fewest new groups of heads that transformers' class accepts, or why there are none; may be empty.
-
-    Classes need heads that divide the hidden size, even where the config has `head_dim`; a number that is named was
-    tried.
-    """
-    sizes = anatomy.sizes
-    each = sizes.heads // sizes.kv_heads
-    numbers = range(1, min(_MOST_GROUPS, sizes.hidden // each) + 1)
-    fitting = [groups for groups in numbers if sizes.hidden % (sizes.heads + groups * each) == 0]
-    for groups in fitting[:_MOST_TRIALS]:
-        heads, keys = sizes.heads + groups * each, sizes.kv_heads + groups
-        if _head_growths(anatomy, {"num_attention_heads": heads, "num_key_value_heads": keys}) is not None:
-            return f"{heads} heads are the fewest that fit (`groups: {groups}` in `widen_attention`)"
-    return f"with {sizes.heads + fitting[0] * each} heads {SMALLER_HEADS}" if fitting else ""
 
 
 def norms_of_all_heads(kind: LayerKind, head_dim: int) -> list[Part]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Predicted, Random, Recipe, Shuffled, TextSupport, average
+from surgeon.blueprint.recipes import Constant, Predicted, Random, Recipe, Shuffled, average
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.operations.fusion import Flow, Heads, Order, Unaligned, fuse_layers, ways
+from surgeon.operations.fusion import Flow, Order, Unaligned, fuse_layers, ways
 from surgeon.operations.operation import Origin, Paper, Spec
 
 OPT_DEUS = Paper(
@@ -72,14 +72,11 @@ class Gap:
         instead = "no two neighbours of this model are alike: use init copy"
         if alike:
             instead = f"use a gap whose two sides are of one kind (after {show_layers(alike)}), or init copy"
-        titles = [printable(kind.title) for kind in (lower, upper)]
-        named = f"layers {self.below} ({titles[0]}) and {self.below + 1} ({titles[1]}) are of different kinds"
-        if titles[0] == titles[1]:
-            held = [{part.suffix for part in kind.parts} for kind in (lower, upper)]
-            odd = next(iter(sorted(held[0] ^ held[1])), "")
-            why = f"{printable(odd)} is in layer {self.below + (odd in held[1])} alone" if odd else "of other shapes"
-            named = f"layers {self.below} and {self.below + 1} are of different kinds ({why})"
-        raise BadInput(f"{named}, so there is nothing between them; {instead}")
+        one, other = (f" ({printable(kind.title)})" if kind.title else "" for kind in (lower, upper))
+        raise BadInput(
+            f"layers {self.below}{one} and {self.below + 1}{other} are of different kinds, so there is nothing between"
+            f" them; {instead}"
+        )
 
 
 @dataclass(frozen=True)
@@ -123,10 +120,6 @@ class Init(Spec):
         """Describe for a preview how layers like base layer `layer` are made; `zeroed` as in `Gap`."""
         return ""
 
-    def small(self) -> Self:
-        """Return the init for a small twin of the base, which has no tokenizer."""
-        return self
-
     @abstractmethod
     def make(self, gap: Gap) -> NewLayer:
         """Return the new layer in this gap. Raises BadInput for what the model does not allow."""
@@ -136,8 +129,8 @@ class TransportInit(Init):
     """The base of inits that align the layers below and above by optimal transport."""
 
     origin: ClassVar[Origin] = "fused"
-    reads_above: ClassVar[bool] = True
-    several: ClassVar[bool] = False
+    reads_above = True
+    several = False
 
     reg: Annotated[
         float,
@@ -157,60 +150,11 @@ class TransportInit(Init):
         Order,
         Field(description="the cost is of rows after T_in (the authors' code), or before it (Algorithm 1 as printed)"),
     ] = "align_first"
-    heads: Annotated[
-        Heads,
-        Field(description="align single rows (free), or whole attention heads with rotary pairs kept (blocks)"),
-    ] = "free"
     unaligned: Annotated[
         Unaligned,
         Field(description="modules that nothing is known to align by: refuse the layer, or average them as they stand"),
     ] = "refuse"
     max_iterations: Annotated[int, Field(ge=1, le=1_000_000, description="most Sinkhorn iterations")] = 10_000
-    support: Annotated[
-        Literal["weights", "activations"],
-        Field(description="compare rows of weights, or the modules' outputs on a text (needs a `cost_scale`)"),
-    ] = "weights"
-    text: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="for activations: a text or JSON-lines file; a relative path starts at the plan's folder",
-        ),
-    ] = None
-    samples: Annotated[int, Field(ge=2, le=2**20, description="for activations: number of tokens of the text")] = 512
-    window: Annotated[int, Field(ge=2, le=2**16, description="for activations: tokens in each sequence")] = 128
-
-    @model_validator(mode="after")
-    def _support_fits(self) -> Self:
-        """Check that the fields about activations are given only with `support: activations`, and then fit it.
-
-        Raises ValueError.
-        """
-        if self.support == "weights":
-            given = sorted({"text", "samples", "window"} & self.model_fields_set)
-            if given:
-                raise ValueError(f"`{given[0]}` has a meaning with `support: activations` only")
-            return self
-        if self.text is None:
-            raise ValueError("`support: activations` needs a `text`, on which the base is run")
-        if self.cost_scale == "none":
-            raise ValueError(
-                "`support: activations` needs `cost_scale: max` or `mean`: distances of activations have another scale"
-                " at every module and with every number of samples"
-            )
-        if self.order == "cost_first":
-            raise ValueError(
-                "`order: cost_first` is about the cost of weights; with `support: activations` T_in has no part in it:"
-                " leave `order` out"
-            )
-        if self.heads == "blocks":
-            raise ValueError("`heads: blocks` compares weights; it does not go with `support: activations`")
-        return self
-
-    def small(self) -> Self:
-        """Return the init with alignment by single rows of weights: a twin's promise does not depend on the map."""
-        left = {"support", "text", "samples", "window", "heads"}
-        return type(self).model_validate(self.model_dump(exclude=left, exclude_unset=True))
 
     def fused(self, gap: Gap) -> dict[str, Recipe]:
         """Return the recipes of the fused layer: the layer below, aligned along its maps, averaged with the one above.
@@ -223,10 +167,8 @@ class TransportInit(Init):
             below=gap.below,
             label=gap.label,
             flow=self.flow,
-            heads=self.heads,
             settings=self.transport_settings,
             skip=gap.zeroed,
-            support=None if self.text is None else TextSupport(self.text, self.samples, self.window),
             unaligned=self.unaligned,
             order=self.order,
         )
@@ -260,7 +202,7 @@ class OtFusion(TransportInit):
 class Shuffle(TransportInit):
     """A layer made as by ot_fusion, with the elements of every matrix in random order (Table 7's ablation)."""
 
-    origin: ClassVar[Origin] = "made"
+    origin = "made"
 
     kind: Literal["shuffle"]
 
@@ -277,9 +219,9 @@ class Shuffle(TransportInit):
 class AverageInit(Init):
     """The plain average of the layers below and above."""
 
-    origin: ClassVar[Origin] = "fused"
-    reads_above: ClassVar[bool] = True
-    several: ClassVar[bool] = False
+    origin = "fused"
+    reads_above = True
+    several = False
 
     kind: Literal["average"]
 
@@ -294,8 +236,8 @@ class AverageInit(Init):
 class CopyInit(Init):
     """A copy of the layer below (LLaMA PRO; with `per_gap: p`, of the p layers below)."""
 
-    paper: ClassVar[Paper] = _LLAMA_PRO
-    origin: ClassVar[Origin] = "copied"
+    paper = _LLAMA_PRO
+    origin = "copied"
 
     kind: Literal["copy"]
 
@@ -342,11 +284,11 @@ class RandomInit(Init):
 class Lesa(Init):
     """Matrices that a small network predicts from the layers below and above (LESA); everything else their average."""
 
-    paper: ClassVar[Paper] = _LESA
-    origin: ClassVar[Origin] = "made"
-    reads_above: ClassVar[bool] = True
-    reads_all: ClassVar[bool] = True
-    several: ClassVar[bool] = False
+    paper = _LESA
+    origin = "made"
+    reads_above = True
+    reads_all = True
+    several = False
 
     kind: Literal["lesa"]
     hidden: Annotated[int, Field(ge=1, le=2**16, description="units of each of the network's two hidden layers")] = 256

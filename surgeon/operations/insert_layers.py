@@ -20,7 +20,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.inits import INITS, AnyInit, Gap
 from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
-from surgeon.operations.prepare import Facts, OpenedBase, Scale, digest_of_file
+from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
 from surgeon.operations.selectors import After, EveryPeriod, Least, WrittenGaps, select_gaps, select_periods, spread
 
 ADEPT = Paper(
@@ -53,21 +53,22 @@ class LeastFacts(Facts):
 class InsertLayers(Operation):
     """Insert layers between the base's layers: fused by optimal transport, averaged, copied or random."""
 
-    papers: ClassVar[tuple[Paper, ...]] = tuple(dict.fromkeys([*(init.paper for init in INITS.values()), ADEPT]))
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+    papers = tuple(dict.fromkeys([*(init.paper for init in INITS.values()), ADEPT]))
+    training = TrainingDefaults(
         "1e-4, 64 sequences of 2048, as OpT-DeUS trained its inits and those it compares (section 5.5; 11.5B: 5e-5);"
         " the rate is ours, for small runs",
         lr=1e-3,
     )
     origins: ClassVar[Mapping[str, Origin]] = {kind: init.origin for kind, init in INITS.items()}
 
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = (
+    examples = (
         {"where": {"every": 1}, "init": {"kind": "copy"}},
         {"where": {"every_period": 1}, "init": {"kind": "copy"}},
         {"where": "all", "init": {"kind": "average"}},
         {"where": "all", "init": {"kind": "ot_fusion"}},
     )
-    facts: ClassVar[type[Facts] | None] = LeastFacts
+    facts = LeastFacts
+    way_on = "choose other places, or `zero_init: false` to go without the promise"
 
     op: Literal["insert_layers"]
     where: Annotated[WrittenGaps, Field(description="the gaps to fill, each named by the layer below it")]
@@ -113,11 +114,6 @@ class InsertLayers(Operation):
     def transport_settings(self) -> Mapping[str, object] | None:
         """Return the optimal-transport settings of the init."""
         return self.init.transport_settings
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "choose other places, or `zero_init: false` to go without the promise"
 
     def prepare(self, base: OpenedBase) -> LeastFacts | None:
         """Find the layers that matter least on a text, where `where` asks for them; otherwise return None.
@@ -174,10 +170,6 @@ class InsertLayers(Operation):
     def has_facts(self) -> bool:
         """Return whether layers are measured on a text."""
         return isinstance(self.where, Least)
-
-    def small(self, facts: LeastFacts | None, scale: Scale) -> tuple[Operation, LeastFacts | None]:
-        """Return (operation, facts) with an init for a twin, which has no tokenizer to read a text."""
-        return self.model_copy(update={"init": self.init.small()}), facts
 
     def edit(self, draft: Draft, facts: LeastFacts | None) -> OperationRecord:
         """Insert the layers and return what was matched and what is promised."""

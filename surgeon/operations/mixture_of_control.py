@@ -84,7 +84,7 @@ class Routing(Spec):
 class MixtureOfControl(Operation):
     """Add control states parallel to attention, FFN or both of chosen layers, and gates that mix them across layers."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "nguyen2026mixture",
             "Nguyen, Duc Anh and Luu, Tien Ngoc and Pham, Tung and Tran, Toan",
@@ -93,7 +93,7 @@ class MixtureOfControl(Operation):
             venue="ICML Workshop on Connecting Low-rank Representations in AI (CoLoRAI)",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+    training = TrainingDefaults(
         "Mixture-of-Control, Tables 4 and 5: 3e-4, linear, warm-up 6 %, weight decay 0.01, 32 sequences of 256; rate"
         " measured",
         lr=1e-2,
@@ -101,9 +101,10 @@ class MixtureOfControl(Operation):
         warmup=0.06,
         weight_decay=0.01,
     )
-    on_encoders: ClassVar[bool] = True
-    grafts: ClassVar[tuple[str, ...]] = ("control_states", "mixture")
+    on_encoders = True
+    grafts = ("control_states", "mixture")
     legend: ClassVar[Mapping[str, Legend]] = {"M": Legend("control states (Mixture-of-Control)", 2)}
+    way_on = "use another graft, or full fine-tuning"
 
     op: Literal["mixture_of_control"]
     layers: Annotated[LayerSelector, Field(description="the layers that get control states")] = "all"
@@ -138,11 +139,6 @@ class MixtureOfControl(Operation):
         if len(set(sites)) != len(sites):
             raise ValueError("`sites` names a site twice")
         return sites
-
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "use another graft, or full fine-tuning"
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the control states and their gates, and return what was matched and what is promised."""

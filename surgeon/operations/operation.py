@@ -133,6 +133,8 @@ class Operation(Spec):
     legend: ClassVar[Mapping[str, Legend]] = {}
     # How pictures show its new layers, by the first word of their `init`; other words mean `made`.
     origins: ClassVar[Mapping[str, Origin]] = {"copy": "copied"}
+    # Advice for messages: what to do where a twin of the output breaks the promise.
+    way_on: ClassVar[str] = "use another operation, or another base"
     # Plan entries, without `op`, that fit any base: `surgeon families BASE` tries them.
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ({},)
 
@@ -196,11 +198,6 @@ class Operation(Spec):
     def origin_of(cls, init: str) -> Origin:
         """Return how pictures show a new layer with this `init` (as the manifest calls it)."""
         return cls.origins.get(word_of(init), "made")
-
-    @property
-    def way_on(self) -> str:
-        """Return advice for messages: what to do where a twin of the output breaks the promise."""
-        return "use another operation, or another base"
 
     @property
     def transport_settings(self) -> Mapping[str, object] | None:

@@ -9,7 +9,7 @@ what the base computes, whatever the router's output. On a model that has expert
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,7 +34,7 @@ from surgeon.operations.imported_lora import (
     slot_tensors,
 )
 from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.operations.prepare import OpenedBase
 from surgeon.operations.sites import check_adapted
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
 
@@ -78,7 +78,7 @@ class _Place:
 class PMoEExperts(Operation):
     """Add LoRA slots for tasks above a threshold, and one shared LoRA below it; on a model with slots, more slots."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "jung2024pmoe",
             "Jung, Min Jae and Kim, JooHee",
@@ -87,19 +87,20 @@ class PMoEExperts(Operation):
             "2407.21571",
         ),
     )
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+    training = TrainingDefaults(
         "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay; the rate is ours, for small runs",
         lr=1e-2,
         original_share=0.01,
     )
-    grafts: ClassVar[tuple[str, ...]] = ("experts", "expert_router")
+    grafts = ("experts", "expert_router")
     legend: ClassVar[Mapping[str, Legend]] = {
         "S": Legend("PMoE slots, by number", 0),
         "L": Legend("shared LoRA (PMoE, below the router)", 5),
         "R": Legend("PMoE's router", 4),
     }
 
-    facts: ClassVar[type[Facts] | None] = AdapterFacts
+    facts = AdapterFacts
+    way_on = "use another graft, or operations that add layers"
 
     op: Literal["pmoe_experts"]
     threshold: Annotated[
@@ -154,11 +155,6 @@ class PMoEExperts(Operation):
         """Return whether the router is trained to predict the task."""
         return isinstance(self.router_loss, RouterLoss)
 
-    @property
-    def way_on(self) -> str:
-        """Return what to do where a twin of the output breaks the promise."""
-        return "use another graft, or operations that add layers"
-
     def prepare(self, base: OpenedBase) -> AdapterFacts | None:
         """Open the adapter that becomes the slot, and return its facts; None without `from_peft`.
 
@@ -206,7 +202,9 @@ class PMoEExperts(Operation):
                 grafts.append(self._graft(draft, place.number, index, slots, routed=True))
             else:
                 grafts.append(self._graft(draft, place.number, index, [self._slot(0, 0, here)], routed=False))
-        return self._matched(place, targets), self._claim(present)
+        last = place.first + self.slots - 1
+        shown = f"slot {last}" if self.slots == 1 else f"slots {place.first}-{last}"
+        return _matched(place, shown, [self.rank], targets), self._claim(present)
 
     def _import(
         self, draft: Draft, name: str, facts: AdapterFacts | None, place: _Place, present: _Present | None
@@ -229,8 +227,9 @@ class PMoEExperts(Operation):
             )
         adapter = facts.adapter
         modules = imported_modules(draft, name, adapter)
-        for index, adapted in modules.items():
-            check_adapted(draft, index, [module.target for module in adapted])
+        targets = {index: [module.target for module in here] for index, here in modules.items()}
+        for index, adapted in targets.items():
+            check_adapted(draft, index, adapted)
         _check_depth(draft, name, modules, place.layer, present)
         self._attach_router(draft, place)
         for index, here in modules.items():
@@ -242,7 +241,9 @@ class PMoEExperts(Operation):
             draft.layers[index].grafts.append(graft)
         lost = rounding(adapter, [draft.dtype_of(index) for index in modules])
         reason = "the imported adapter changes outputs as it was trained to" + (f"; its {lost}" if lost else "")
-        return _matched_import(name, modules, place), Claim("none", reason)
+        ranks = {module.rank for here in modules.values() for module in here}
+        words = _matched(place, f"slot {place.first}", ranks, targets, source=f" from {printable(name)}")
+        return words, Claim("none", reason)
 
     def _settle(self, draft: Draft, number: int, present: _Present | None) -> None:
         """Unfreeze what `trains_also` names, and set the router's loss.
@@ -368,15 +369,6 @@ class PMoEExperts(Operation):
                     for slot in graft.entry["slots"]:
                         slot["frozen"] = False
 
-    def _matched(self, place: _Place, targets: Mapping[int, tuple[str, ...]]) -> str:
-        """Return words for the manifest: slots, layers, rank and modules."""
-        layer, first = place.layer, place.first
-        slots = f"slot {first}" if self.slots == 1 else f"slots {first}-{first + self.slots - 1}"
-        deep, low = ([index for index in targets if (index >= layer) is above] for above in (True, False))
-        shared = f"a shared LoRA in layers {show(low)}, " if low else ""
-        names = ", ".join(dict.fromkeys(_last(path) for here in targets.values() for path in here))
-        return f"{shared}{slots} in layers {show(deep)}, rank {self.rank} at {names}, router above {layer} layers"
-
     def _claim(self, present: _Present | None) -> Claim:
         """Return the claim: exact, except for new columns in an existing router's softmax."""
         if present is None:
@@ -466,15 +458,12 @@ def _check_depth(
         )
 
 
-def _matched_import(name: str, modules: Mapping[int, Sequence[ImportedModule]], place: _Place) -> str:
-    """Return words for the manifest about an imported slot: layers, adapter, rank and modules."""
-    layer = place.layer
-    deep, shallow = ([index for index in sorted(modules) if (index >= layer) is above] for above in (True, False))
-    shared = f"a shared LoRA in layers {show(shallow)}, " if shallow else ""
-    ranks = sorted({module.rank for here in modules.values() for module in here})
-    rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-    targets = dict.fromkeys(module.target.rpartition(".")[2] for here in modules.values() for module in here)
-    return (
-        f"{shared}slot {place.first} in layers {show(deep)} from {printable(name)}, rank {rank} at"
-        f" {', '.join(targets)}, router above {layer} layers"
-    )
+def _matched(
+    place: _Place, slots: str, ranks: Collection[int], targets: Mapping[int, Iterable[str]], *, source: str = ""
+) -> str:
+    """Return words for the manifest: slots, layers, their `source`, ranks, and the adapted modules, by layer."""
+    deep, low = ([index for index in sorted(targets) if (index >= place.layer) is above] for above in (True, False))
+    shared = f"a shared LoRA in layers {show(low)}, " if low else ""
+    rank = "-".join(map(str, dict.fromkeys((min(ranks), max(ranks)))))
+    names = ", ".join(dict.fromkeys(_last(path) for here in targets.values() for path in here))
+    return f"{shared}{slots} in layers {show(deep)}{source}, rank {rank} at {names}, router above {place.layer} layers"

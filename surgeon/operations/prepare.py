@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field
 
@@ -67,7 +67,11 @@ class SideFile(Bounded):
 
 
 class TextCounts(Bounded):
-    """How a change of the vocabulary tokenises a text (`surgeon.checkpoint.tokenizer_files.MeasuredText`)."""
+    """The effect of a change of the vocabulary on a text: its tokens before and after, unchanged documents, words.
+
+    `unchanged` counts documents that are tokenised as before; `words` are separated by white space. `use` states what
+    the text was used for. `sha256` is the digest of its first file, or of all files one after another.
+    """
 
     use: str
     text: str
@@ -114,10 +118,6 @@ class Facts(Bounded):
         `base` is what the operation was carried out on; None where `out` is compared with an earlier state.
         """
         return []
-
-    def figures(self) -> dict[str, Any]:
-        """Return what `preview --json` shows of the facts besides texts: JSON data by key; empty by default."""
-        return {}
 
 
 class KeptFacts(Facts):

@@ -64,16 +64,11 @@ def _check_kept(draft: Draft, layers: Sequence[int], roles: Sequence[str]) -> No
     for layer in layers:
         replaced = {packed.replaced for packed in draft.kind_of(layer).packed.values()}
         for role, block in draft.blocks(layer).items():
-            if role in roles and block in replaced:
-                raise BadInput(
-                    f"layer {layer}: its experts are stored in MXFP4, where transformers' kernels put a block of their"
-                    f" own in the place of `{printable(block)}`, without what stands beside it; attach to the attention"
-                    " alone (`sites: [attention]`), where the operation can, or use another operation"
-                )
-            if role in roles and (ends := sorted(replaced.intersection(block.split()))):
+            if role in roles and (ends := sorted(replaced.intersection((block, *block.split())))):
                 raise BadInput(
                     f"layer {layer}: {printable(ends[0])} is stored quantised, where transformers' kernels put a module"
-                    " of their own in its place, without what stands beside it; operate on the full-precision model"
+                    " of their own in its place, without what stands beside it; attach to other blocks (`sites`), where"
+                    " the operation can, or operate on the full-precision model"
                 )
 
 

@@ -9,8 +9,8 @@ order allows that, otherwise copies; the function is not preserved, and both pap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,7 +31,7 @@ Share = Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)]
 class StackLayers(Operation):
     """Repeat layers of the base: its top above its bottom (SOLAR), the whole stack (G_stack), or a block."""
 
-    papers: ClassVar[tuple[Paper, ...]] = (
+    papers = (
         Paper(
             "kim2023solar",
             "Kim, Dahyun and others",
@@ -49,11 +49,11 @@ class StackLayers(Operation):
     )
     # SOLAR's paper does not state its training settings, and G_stack's is about pre-training; so these are another
     # depth-growth paper's.
-    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+    training = TrainingDefaults(
         "SOLAR's paper gives none; OpT-DeUS, section 5.5: 1e-4 (1.7B models), 64 sequences of 2048", lr=1e-4
     )
 
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = (
+    examples = (
         {"bottom": 0.75, "top": 0.75},
         {"times": 2},
         {"slices": [[0, 1], [0, 1]]},

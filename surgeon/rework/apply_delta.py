@@ -31,7 +31,6 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import surgeries_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import kept_as_they_are, made_of_base
-from surgeon.manifest.run_files import ADAPTER_WEIGHTS_FILE, name_of_kept
 from surgeon.rework.make_delta import Delta
 from surgeon.verification.claims import manifest_differences
 from surgeon.verification.static import Drawn
@@ -142,7 +141,6 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
     copies = in_base | {name: Copy.of(info) for name, info in delta.tensors.items()}
     shards = tuple(Shard(file, _outputs(delta, file, copies), None) for file in delta.index.shards)
     _check_whole(delta, shards, base.own)
-    beside = tuple(_beside(delta, file, in_base, copies) for file in delta.index.beside)
     files = dict(delta.files)
     if small_files:
         files |= _from_base(delta, base)
@@ -160,16 +158,13 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
         for name, digest in proof.digests_of(base).items():
             if manifest.base.tensors[name] != StoredTensor.of(base.tensors[name], digest):
                 raise wrong_base(manifest, name, base.source.shown)
-        for name, told in delta.told_beside.items():
-            if proof.digests[name] != told:
-                raise delta.edited(f"{printable(name)} is not what {MANIFEST_FILE} says")
         return {}
 
-    outputs = [output for shard in (*shards, *beside) for output in shard.outputs]
+    outputs = [output for shard in shards for output in shard.outputs]
     places = in_files({o.name: o.pieces for o in outputs if o.name not in delta.tensors}, base.tensors)
     places |= places_of(delta.tensors, _DELTA)
     return Job(
-        shards=(*shards, *beside),
+        shards=shards,
         sources={"": base.source, _DELTA: delta.source},
         places=places,
         mirrored=_mirrored(delta, base, shards, places),
@@ -186,41 +181,6 @@ def _in_base(delta: Delta, base: CheckpointFolder) -> dict[str, Copy]:
         made = delta.manifest.new_tensors[name]
         found[name] = Copy(pieces.spans, made.dtype, tuple(made.shape))
     return found
-
-
-def _beside(delta: Delta, file: str, in_base: Mapping[str, Copy], copies: Mapping[str, Copy]) -> Shard:
-    """Return a file that training put next to the weights, as a shard with its tensors in the order of their bytes."""
-    outputs: list[Output] = []
-    for name in delta.index.beside[file]:
-        copy = _copy_beside(delta, name, in_base)
-        if file == ADAPTER_WEIGHTS_FILE:
-            assert delta.manifest.adapter is not None
-            told = delta.manifest.adapter.tensors[name]
-            like = told.dtype, tuple(told.shape)
-        else:
-            place = name_of_kept(name)
-            if place is None or place not in copies:
-                raise delta.edited(f"{printable(name)} is of no tensor of the output")
-            like = copies[place].dtype, copies[place].shape
-        if (copy.dtype, copy.shape) != like:
-            raise delta.edited(f"{printable(name)} is not of the dtype and shape that {MANIFEST_FILE} says")
-        outputs.append(Output(name, copy, None))
-    if not outputs:
-        raise delta.edited(f"`beside` has {printable(file)} without a tensor")
-    return Shard(file, tuple(outputs), None)
-
-
-def _copy_beside(delta: Delta, name: str, in_base: Mapping[str, Copy]) -> Copy:
-    """Return the source of a tensor next to the weights: the delta's tensor, else the base tensor that it refers to.
-
-    Raises BadInput where neither the delta nor the base has the tensor.
-    """
-    if name in delta.tensors:
-        return Copy.of(delta.tensors[name])
-    place = name_of_kept(name)
-    if place is None or place not in in_base:
-        raise delta.edited(f"{printable(name)} is neither the base's nor the delta's")
-    return in_base[place]
 
 
 def _outputs(delta: Delta, file: str, copies: Mapping[str, Copy]) -> tuple[Output, ...]:
@@ -241,7 +201,6 @@ def _check_whole(delta: Delta, shards: tuple[Shard, ...], own: OwnCode | None) -
     """Raise BadInput where the index misses or repeats a tensor, or the result would be no model."""
     outputs = [output for shard in shards for output in shard.outputs]
     every = [output.name for output in outputs]
-    every += [name for names in delta.index.beside.values() for name in names]
     if len(every) != len(set(every)) or not delta.tensors.keys() <= set(every):
         raise delta.edited("`shards` does not name each tensor once")
     if SINGLE_FILE in delta.index.shards and len(delta.index.shards) > 1:

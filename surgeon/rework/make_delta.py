@@ -47,26 +47,17 @@ from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, StoredTensor, seal_of
 from surgeon.manifest.moves import kept_as_they_are, made_of_base
 from surgeon.manifest.reading import checked, manifest_of, parse
-from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER, kept_name
+from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.models.templates import TEMPLATE_FILE
-from surgeon.rework.side_files import Beside, other_than_trained
 from surgeon.writing.job import Job, copied, in_order, mirrored_in, places_in
 from surgeon.writing.readback import ReadBack
 from surgeon.writing.write import check_output, execute
 
-# Renamed files of the output: a delta has its own README.md, and nothing in a delta may look like a PEFT adapter.
-_CALLED = {CARD_FILE: "README.output.md", ADAPTER_CONFIG_FILE: "adapter_config.output.json"}
+# The output's card in a delta, which has its own README.md.
+_OUTPUT_CARD = "README.output.md"
 
 MAX_DELTA_BYTES = 64_000_000
 _Shard = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors$")]
-
-
-_Beside = Annotated[
-    str,
-    Field(
-        pattern=rf"^({KEPT_FOLDER}/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,200}}\.safetensors|{re.escape(ADAPTER_WEIGHTS_FILE)})$"
-    ),
-]
 
 
 class HeldTensor(StoredTensor):
@@ -79,9 +70,8 @@ class DeltaIndex(Entry):
     """The whole content of DELTA_FILE.
 
     `files` are the output's small files that the delta contains, `from_base` those that the base provides, by digests.
-    `shards` are the output's shards, each with its tensors in the order of their bytes. `beside` are the files that
-    training put next to the shards. `tensors` are the tensors of all these files that the delta contains. `sha256`
-    covers all of this, so no field can be edited alone.
+    `shards` are the output's shards, each with its tensors in the order of their bytes. `tensors` are the tensors that
+    the delta contains. `sha256` covers all of this, so no field can be edited alone.
     """
 
     surgeon_delta: Literal[1]
@@ -91,7 +81,6 @@ class DeltaIndex(Entry):
     from_base: dict[str, Sha256]
     shards: dict[_Shard, list[str]]
     tensors: dict[str, HeldTensor]
-    beside: dict[_Beside, list[str]]
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
@@ -116,15 +105,6 @@ class Delta:
         """The path of the delta's index in error messages."""
         return printable(str(self.path / DELTA_FILE))
 
-    @property
-    def told_beside(self) -> dict[str, str]:
-        """The digests in the manifest of the restored tensors next to the weights, by the tensors' names there."""
-        named = {name for names in self.index.beside.values() for name in names}
-        adapter = self.manifest.adapter
-        told = {} if adapter is None else {name: tensor.sha256 for name, tensor in adapter.tensors.items()}
-        told |= {kept_name(name): digest for name, digest in self.manifest.kept.items()}
-        return {name: digest for name, digest in told.items() if name in named}
-
     def edited(self, what: str) -> BadInput:
         """Return the error for an index that contradicts itself in the way that `what` describes."""
         return _edited(self.shown, what)
@@ -145,7 +125,7 @@ class Delta:
         files: dict[str, bytes] = {}
         for name, digest in index.files.items():
             _check_name(name, shown)
-            called = _CALLED.get(name, name)
+            called = _OUTPUT_CARD if name == CARD_FILE else name
             content = source.small(called, max_bytes=_most(name))
             if hashlib.sha256(content).hexdigest() != digest:
                 raise BadInput(
@@ -175,14 +155,12 @@ class Delta:
         manifest = parse(data, file=str(path / MANIFEST_FILE))
         if missing := manifest.files.keys() - files.keys() - index.from_base.keys():
             raise _edited(shown, f"nothing brings {printable(min(missing))}, which {MANIFEST_FILE} names")
-        if wrong := other_than_trained(index.beside, manifest, files):
-            raise _edited(shown, wrong)
         return cls(path, index, manifest, config, files, found, headers, source)
 
 
 def _check_name(name: str, shown: str) -> None:
     """Raise BadInput for a name in the index that no small file of an output has."""
-    own = (CONFIG_FILE, MANIFEST_FILE, CARD_FILE, RECORD_FILE, ADAPTER_CONFIG_FILE)
+    own = (CONFIG_FILE, MANIFEST_FILE, CARD_FILE, RECORD_FILE)
     if name in own or is_side_file(name) or CODE_NAME.fullmatch(name):
         return
     raise _edited(shown, f"{printable(name)} is no file of an output")
@@ -190,12 +168,7 @@ def _check_name(name: str, shown: str) -> None:
 
 def _most(name: str) -> int:
     """Return the most bytes that a file of this name may have."""
-    known = {
-        CONFIG_FILE: MAX_CONFIG_BYTES,
-        ADAPTER_CONFIG_FILE: MAX_CONFIG_BYTES,
-        MANIFEST_FILE: MAX_MANIFEST_BYTES,
-        CARD_FILE: MAX_CARD_BYTES,
-    }
+    known = {CONFIG_FILE: MAX_CONFIG_BYTES, MANIFEST_FILE: MAX_MANIFEST_BYTES, CARD_FILE: MAX_CARD_BYTES}
     return known.get(name, MAX_CODE_BYTES if name.endswith(".py") else MAX_SIDE_FILE_BYTES)
 
 
@@ -209,8 +182,7 @@ class MadeDelta:
     """A written delta of `out`.
 
     It contains `tensors` of the output's `whole` tensors; `base` (the base of the last surgery) provides the rest and
-    the small files `from_base`. `beside` are the folders next to the output's weights, `base-tensors` and `adapter`,
-    that the delta restores; `nbytes` counts the bytes in the delta.
+    the small files `from_base`. `nbytes` counts the bytes in the delta.
     """
 
     out: Path
@@ -223,7 +195,6 @@ class MadeDelta:
     whole_nbytes: int
     from_base: tuple[str, ...]
     seconds: dict[str, float]
-    beside: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`.
@@ -234,7 +205,6 @@ class MadeDelta:
             `tensors`, `bytes`: in the delta
             `whole`, `whole_bytes`: tensors and bytes of the whole output
             `from_base`: side files that come from the base
-            `beside`: folders next to the weights that the delta includes (`base-tensors`, `adapter`)
             `seconds`: seconds by stage
         """
         return plain_fields(self)
@@ -250,10 +220,10 @@ def make_delta(
 ) -> MadeDelta:
     """Write the parts of `out` that the base of its last surgery lacks into the new folder `dest`.
 
-    These are every tensor that is not byte for byte the base's, config.json, manifest, code and cards, and for a
-    training run its adapter and the earlier values that it kept. The tokenizer and other side files are left out, as
-    the base provides them. With `base` (a folder), side files that are missing or different there are included. `dest`
-    is absent or complete at any moment. Raises BadInput where `out` is no output of surgeon, its files contradict the
+    These are every tensor that is not byte for byte the base's, config.json, manifest, code and cards. The tokenizer
+    and other side files are left out, as the base provides them, and so are a training run's `adapter/` and
+    `base-tensors/`. With `base` (a folder), side files that are missing or different there are included. `dest` is
+    absent or complete at any moment. Raises BadInput where `out` is no output of surgeon, its files contradict the
     manifest, or `dest` cannot be written.
     """
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
@@ -280,19 +250,18 @@ def make_delta_of(
     """
     manifest = manifest_of(folder)
     check_destination(target, folder.path)
+    if manifest.kept or manifest.adapter is not None:
+        listener.say(f"{KEPT_FOLDER}/ and {ADAPTER_FOLDER}/ stay in {folder.source.shown}: a delta is of weights alone")
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
     digests = digests_of(folder, folder.tensors, listener.advance)
     base_at = _brought(manifest)
     shards = _shards(folder, base_at, digests)
-    beside = Beside.of(folder, manifest)
-    brought = beside.lacked_by(base_at)
-    digests |= beside.digests
-    files = {**_small_files(folder, manifest), **beside.files}
+    files = _small_files(folder, manifest)
     from_base = _side_files(folder, base, manifest, files)
-    index = _index(folder, (*shards, *brought), files, from_base, digests, beside)
+    index = _index(folder, shards, files, from_base, digests)
     sizes = {output.name: output.numel for shard in shards for output in shard.outputs}
     own_card = card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified, delta=True)
-    files = {_CALLED.get(name, name): content for name, content in files.items()}
+    files = {_OUTPUT_CARD if name == CARD_FILE else name: content for name, content in files.items()}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
         """Raise BadInput where a tensor has changed since the delta's list was made."""
@@ -302,9 +271,9 @@ def make_delta_of(
         return {}
 
     job = Job(
-        shards=(*shards, *brought),
+        shards=shards,
         sources={"": folder.source},
-        places=places_in(folder.tensors, shards) | beside.places,
+        places=places_in(folder.tensors, shards),
         mirrored=mirrored_in(folder, shards),
         files=files | {DELTA_FILE: index.to_bytes(), CARD_FILE: own_card},
         finish=finish,
@@ -324,7 +293,6 @@ def make_delta_of(
         whole_nbytes=sum(info.nbytes for info in folder.tensors.values()),
         from_base=tuple(from_base),
         seconds=stopwatch.seconds,
-        beside=tuple(sorted({file.partition("/")[0] for file in beside.held})),
     )
 
 
@@ -358,7 +326,6 @@ def _index(
     files: Mapping[str, bytes],
     from_base: dict[str, str],
     digests: Mapping[str, str],
-    beside: Beside,
 ) -> DeltaIndex:
     """Return the sealed index of a delta. Raises BadInput where the output has a shard with an unusual name."""
     try:
@@ -379,7 +346,6 @@ def _index(
                 for shard in shards
                 for output in shard.outputs
             },
-            beside={file: list(infos) for file, infos in beside.held.items()},
         )
         return index.model_copy(update={"sha256": seal_of(index.model_dump())})
     except ValidationError as error:
@@ -436,11 +402,10 @@ def _small_files(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
 def delta_view(made: MadeDelta) -> RenderableType:
     """Return lines on the delta's size relative to the output, and on its base."""
     base = printable(at_revision(made.base, made.revision))
-    beside = "".join(f", {name}/" for name in made.beside)
     return Group(
         Text.assemble(
             ("done ", "bold green"),
-            f"{printable(str(made.path))}: {made.tensors} of {made.whole} tensors{beside}, {size(made.nbytes)} of"
+            f"{printable(str(made.path))}: {made.tensors} of {made.whole} tensors, {size(made.nbytes)} of"
             f" {size(made.whole_nbytes)}",
             overflow="fold",
         ),

@@ -32,7 +32,6 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import HUB_ID, card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
-from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.share.parcel import Upload, pack, pack_delta
 from surgeon.verification.claims import check_beside
@@ -177,7 +176,7 @@ class _Request:
             check_token(self.to)
         with contextlib.ExitStack() as stack:
             held = stack.enter_context(HeldFolder(self.out))
-            folder = hold_output(held, trust_remote_code=self.trust_remote_code, beside=self.delta)
+            folder = hold_output(held, trust_remote_code=self.trust_remote_code)
             for note in folder.notes:
                 listener.say(note)
             manifest = manifest_of(folder)
@@ -270,11 +269,8 @@ class _Request:
         return stack.enter_context(HeldFolder(made.path)), metadata.license
 
 
-def hold_output(held: HeldFolder, *, trust_remote_code: bool, beside: bool = False) -> CheckpointFolder:
-    """Open the output in `held`, and hold open every file of it that may be sent. Raises BadInput, also for a link.
-
-    With `beside`, hold also the files that training put next to the weights, which only a delta includes.
-    """
+def hold_output(held: HeldFolder, *, trust_remote_code: bool) -> CheckpointFolder:
+    """Open the output in `held`, and hold open every file of it that may be sent. Raises BadInput, also for a link."""
     folder = CheckpointFolder.open(held.path, trust_remote_code=trust_remote_code)
     manifest, listing = manifest_of(folder), folder.source.listing()
     # The manifest names the code files, and anybody can write a manifest.
@@ -284,7 +280,6 @@ def hold_output(held: HeldFolder, *, trust_remote_code: bool, beside: bool = Fal
     if SINGLE_FILE not in folder.shards:
         names.append(INDEX_FILE)
     names += [name for name in (RECORD_FILE, CARD_FILE) if name in listing]
-    names += files_beside(folder) if beside else ()
     for name in sorted(names):
         held.hold(name)
     # Open again, so that everything that is checked was read while the files were held open.

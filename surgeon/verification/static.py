@@ -228,8 +228,7 @@ def check_trained(manifest: Manifest, out: Mapping[str, str]) -> list[Check]:
 def check_beside_training(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
     """Check the files that training put next to the weights: the base's own values, and an adapter.
 
-    Where they are missing, the check is only a note: they stay with the run and its delta; no other command copies
-    them.
+    Where they are missing, the check is only a note: they stay with the run; no other command copies them.
     """
     checks: list[Check] = []
     if manifest.kept:

@@ -33,7 +33,7 @@ from surgeon.plan.shipped import load_named
 from surgeon.writing.job import mirrored_in, places_in, unchanged_among
 from surgeon.writing.proofs import NOTHING_TO_PROVE, Proof, promised, prove
 from surgeon.writing.shapes import check_shapes, check_taken, lost_divisors
-from surgeon.writing.surgery import Drawing, texts_of
+from surgeon.writing.surgery import Drawing
 
 # The memory of a process that only moves bytes, interpreter included.
 _STREAMING_MEMORY = 90_000_000
@@ -106,8 +106,6 @@ class Preview:
             `notes`: lines for the reader
             `texts`: where the vocabulary grows, each with `use`, `text`, `sha256`, `documents`, `unchanged`, `words`,
                 and tokens `before` and `after`; else empty
-            `figures`: what operations found out of the base, by their numbers: where adapters are merged `deltas`, by
-                adapter and module ‖ΔW‖ (of LoRA; DoRA needs the weights)
         """
         blueprint = self.blueprint
         return {
@@ -152,7 +150,6 @@ class Preview:
             "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.mirrored is None} for s in self.shards],
             "notes": list(self.notes),
             "texts": [text.model_dump() for text in self.measured],
-            "figures": {str(number): each.figures() for number, each in self.facts.items() if each.figures()},
         }
 
     @property
@@ -226,7 +223,6 @@ def preview_of(
     facts = prepare(loaded, base)
     blueprint = draw(loaded, anatomy, folder.config, facts)
     check_taken(blueprint, folder, base.models)
-    texts = texts_of(blueprint, base.plan_folder)
     with placed(loaded):
         check_shapes(blueprint, anatomy)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
@@ -252,7 +248,7 @@ def preview_of(
         bytes_holes=sum(output.nbytes for output in outputs if output.is_hole),
         bytes_unchanged=_bytes_unchanged(shards, folder),
         peak_memory=peak_memory(blueprint, runs_twin=runs_twin),
-        notes=tuple(_notes(blueprint, base, texts)),
+        notes=tuple(_notes(blueprint, base)),
         facts=facts,
         link=link,
         proof=unproven,
@@ -271,7 +267,7 @@ def _bytes_unchanged(shards: Iterable[Shard], folder: CheckpointFolder) -> int:
     return sum(shard.nbytes for shard in shards if shard.file in found)
 
 
-def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) -> Iterator[str]:
+def _notes(blueprint: Blueprint, base: OpenedBase) -> Iterator[str]:
     """Yield notes on base and output that the view of the operations does not show."""
     folder, anatomy = base.folder, base.anatomy
     yield from folder.notes
@@ -296,8 +292,6 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
         if (scaled := other_scale(blueprint.config)) is not None:
             yield scaled
     yield from lost_divisors(blueprint, anatomy, folder.config)
-    for path in texts.values():
-        yield f"the base is run on {printable(str(path))}"
     yield from dict.fromkeys(base.notes)
     if metadata_of(folder).license is None:
         yield _NO_LICENSE
@@ -329,8 +323,7 @@ def peak_memory(blueprint: Blueprint, *, runs_twin: bool) -> int:
     # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows), the
     # lower source after T_in, and the map of the attention output that stays for gate and up.
     largest = max(recipe.working_set for recipe in computed)
-    # Maps of whole heads have one number for each pair of heads.
-    rows = [c.stop - c.start for c in blueprint.couplings.values() if c.whole_heads is None]
+    rows = [c.stop - c.start for c in blueprint.couplings.values()]
     maps = sorted((4 * n * n for n in rows), reverse=True)
     # One layer's sources, read ahead, and finished tensors that wait to be written.
     new = [[o for o in layer if o.computed] for layer in group_by_layer(blueprint.outputs)]

@@ -270,9 +270,9 @@ UNGRAFTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a block that kernels replace": (
         "gpt_oss",
         ADAPTERS,
-        r"layer 0: its experts are stored in MXFP4, .* place of `mlp`",
+        r"layer 0: mlp is stored quantised, where transformers",
     ),
-    "one of two sites": ("gpt_oss", STATES, r"attach to the attention alone \(`sites: \[attention\]`\)"),
+    "one of two sites": ("gpt_oss", STATES, r"attach to other blocks \(`sites`\), where the operation can"),
     "a quantised module": ("qwen3", SLOTS, r"layer 0: self_attn\.q_proj is stored in F8_E4M3, and a slot takes"),
 }
 

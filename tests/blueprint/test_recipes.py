@@ -167,11 +167,6 @@ CASES: dict[str, Case] = {
         noised(A, 0, lambda old, numbers: old + STD * numbers),
         tolerance=2**-8,
     ),
-    "noised in proportion": Case(
-        Noised(base("a"), "neurons", "key", 0.5, 1, 0.25, relative=True),
-        noised(A, 1, lambda old, numbers: old + 0.25 * A.std() * numbers),
-        tolerance=2**-8,
-    ),
     "redrawn": Case(
         Noised(base("a"), "neurons", "key", 0.5, 1),
         noised(A, 1, lambda old, numbers: old.mean() + old.std() * numbers),
@@ -247,11 +242,6 @@ CASES: dict[str, Case] = {
         tolerance=2**-8,
     ),
     "summed": Case(Summed(STACK, (-1, 1, 1)), B + C - A),
-    "mean": Case(
-        Summed(STACK, (1, 1, 1), 3),
-        (A + B + C) / 3,
-        tolerance=2**-8,
-    ),
     "columns": Case(columns(base("a"), 1, 3, 2.0), A[:, 1:3] * 2),
     "expert": Case(OneExpert(base("experts"), 1, PLAIN), E[1]),
     "expert, turned": Case(OneExpert(base("experts"), 2, TURNED), E[2].T),

@@ -127,11 +127,8 @@ def test_listed_experts_go_and_the_others_stay_as_they_are(kind: str, made: Base
     # What was measured before it was made is what it is.
     (facts,) = (kept.model_dump(exclude_unset=True) for kept in done.manifest.facts.values())
     cost, (_, measured) = facts["cost"], tokens(base, tmp_path)
-    grows = losses(after, measured) - losses(before, measured)
-    assert cost["before"]["mean"] == pytest.approx(float(losses(before, measured).mean()), abs=1e-5)
-    assert cost["grows"]["mean"] == pytest.approx(float(grows.mean()), abs=1e-5)
-    half = 2.5705818 * float(grows.std()) / WINDOWS**0.5
-    assert cost["grows"]["high"] - cost["grows"]["mean"] == pytest.approx(half, rel=1e-3, abs=1e-6)
+    for key, model in (("before", before), ("after", after)):
+        assert cost[key] == pytest.approx(float(losses(model, measured).mean()), abs=1e-5)
     assert cost["tokens"] == WINDOWS * (WINDOW - 1)
 
 
@@ -173,9 +170,6 @@ def test_reap_and_frequency_are_as_by_hand_and_differ(made: Base, tmp_path: Path
     assert gone_of(done) == lowest(scores, 3)
     often = applied(base, tmp_path / "often", count=3, by="frequency", **READ)
     assert gone_of(often) == lowest(counts, 3) != lowest(scores, 3)
-    # As many of the least often chosen are what the other is compared with.
-    (one,), (other,) = ([kept.model_dump() for kept in each.manifest.facts.values()] for each in (done, often))
-    assert one["cost"]["frequency"] == other["cost"]["grows"] != one["cost"]["grows"]
     assert "3 of 8 experts in each of 2 layers, least router weight" in done.manifest.operations[0].matched
     with pytest.raises(BadInput, match="is lost"):
         surgeon.revert(done.path, tmp_path / "back")

@@ -186,13 +186,6 @@ def test_laco_merges_by_its_equation_and_follows_its_algorithm(tmp_path: Path) -
     assert told["layers"] == [2, 3, 4] and told["merged"] == {"1": {"2": -1, "3": 1, "4": 1}}
     assert "3 by" not in (tmp_path / "two" / "out" / "README.md").read_text()
 
-    # Two layers into the one below, as listed, which needs no text; and a base that changed is found.
-    plan = plan_of(tmp_path, {"layers": [2, 3], "by": "laco"}, name="listed.yaml")
-    surgeon.apply(plan, base, tmp_path / "listed", device="cpu")
-    after = weights(tmp_path / "listed")
-    for suffix, value in merged(1, [2, 3]).items():
-        assert torch.allclose(after[f"model.layers.1.{suffix}"].double(), value, atol=1e-6)
-    assert surgeon.verify(base, tmp_path / "listed", logits=False).holds
     stack = collapsed(collapsed({n: {n: 1} for n in range(4)}, 2, 1), 0, 2)
     assert stack == {0: {0: -1, 1: 1, 3: 1}}
 
@@ -307,8 +300,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "no text": ([{"count": 1, "text": "no.jsonl"}], "no such text"),
     "short text": ([{"count": 1, "text": "en.jsonl", "window": 64}], "too short to measure layers on"),
     "not first": ([{"layers": [0]}, {"count": 1} | MEASURED], "make it the plan's first operation"),
-    "laco at the bottom": ([{"layers": [0], "by": "laco"}], "no layer below"),
-    "laco of two kinds": ([{"layers": [1], "by": "laco"}], "are of different kinds"),
     "laco nowhere": ([{"count": 2, "by": "laco"} | MEASURED], "only 0 of 2 layers merge"),
     "laco of more than there are": ([{"count": 2, "by": "laco", "merge": 6} | MEASURED], "there are only 5 layers"),
     "laco beyond the top": (

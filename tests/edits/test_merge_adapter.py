@@ -388,16 +388,17 @@ def test_rows_of_tokens_are_all_there_and_count_whole(made: Base, tmp_path: Path
 def test_an_adapter_that_does_nothing_is_no_success(kind: str, made: Base, tmp_path: Path) -> None:
     """A number that is none is another matter, and named as that."""
     folder = lora(tmp_path / "adapter", layers=2, **({"lora_alpha": 0} if kind == "alpha is zero" else {}))
-    values = {"B is zero": 0.0, "not a number": torch.nan}
-    renamed(folder, lambda name, value: {name: value * values.get(kind, 1.0) if "lora_B" in name else value})
+    if kind in ("B is zero", "not a number"):
+        fill = 0.0 if kind == "B is zero" else torch.nan
+        renamed(folder, lambda name, value: {name: torch.full_like(value, fill) if "lora_B" in name else value})
     if kind == "weight is zero":
         text = merged(made("llama"), tmp_path, **{"from": {"adapter": "adapter", "weight": 0}}).manifest.merge_text
         assert text == "2 tensors stay as they are: what was merged adds nothing"
         return
     said = {
-        "not a number": "adapter_model.safetensors: .*lora_B.*holds NaN or infinity",
+        "not a number": "NaN",
         "alpha is zero": "this adapter does nothing: `lora_alpha` is 0",
-        "B is zero": "this adapter does nothing: B A is zero in all 2",
+        "B is zero": "this adapter does nothing: B is zero in all 2",
     }
     with pytest.raises(BadInput, match=said[kind]):
         merged(made("llama"), tmp_path)
@@ -599,13 +600,11 @@ def mixture(made: Base, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return folder, tensors(merged(made("qwen3_moe"), folder).path)
 
 
-@pytest.mark.parametrize(
-    ("kept", "release"), [(EXPERTS, "0.18.1"), (EXPERTS[:1], "0.18.1"), (EXPERTS, ""), (EXPERTS[:1], "")]
-)
+@pytest.mark.parametrize("kept", [EXPERTS, EXPERTS[:1]])
 def test_experts_packed_as_before_peft_0_19_make_the_same(
-    kept: list[str], release: str, mixture: tuple[Path, dict[str, Tensor]], made: Base, tmp_path: Path
+    kept: list[str], mixture: tuple[Path, dict[str, Tensor]], made: Base, tmp_path: Path
 ) -> None:
-    """By their shapes, or the release; square ones alone, of an unknown release, are refused."""
+    """By their shapes; square ones alone are refused."""
     shutil.copytree(mixture[0] / "adapter", tmp_path / "adapter")
     turned = as_packed_before(load_file(tmp_path / "adapter/adapter_model.safetensors"), 8)
 
@@ -615,15 +614,13 @@ def test_experts_packed_as_before_peft_0_19_make_the_same(
         # Of gate and up alone PEFT wraps nothing twice.
         return {new.replace(".base_layer", ""): v for new, v in turned(name, value).items() if ".base_layer" in name}
 
-    renamed(tmp_path / "adapter", change, peft_version=release, target_parameters=kept)
-    if kept != EXPERTS and not release:
+    renamed(tmp_path / "adapter", change, target_parameters=kept)
+    if kept != EXPERTS:
         with pytest.raises(BadInput, match=r"layers.0.mlp.experts.lora_A.weight: the experts' matrices are square"):
             merged(made("qwen3_moe"), tmp_path)
         return
-    found, before = tensors(merged(made("qwen3_moe"), tmp_path).path), tensors(made("qwen3_moe"))
-    for name, value in found.items():
-        expected = before if "down_proj" in name and kept != EXPERTS else mixture[1]
-        assert torch.allclose(value, expected[name], atol=1e-6), name
+    found = tensors(merged(made("qwen3_moe"), tmp_path).path)
+    assert all(torch.allclose(value, mixture[1][name], atol=1e-6) for name, value in found.items())
 
 
 def test_experts_that_were_modules_are_merged_one_by_one(made: Base, tmp_path: Path) -> None:
@@ -724,9 +721,6 @@ def test_small_changes_survive_and_the_manifest_says_how_much(
         assert said.nearest == pytest.approx(kept((matrix + change).bfloat16().double(), matrix, change), abs=1e-3)
         assert said.change == pytest.approx(float(change.norm() / matrix.norm()), rel=1e-4)
         assert least < said.kept < most and said.nearest < 0.5 and bool(said.guided) is (not entry)
-        # What apply says of it before it reads a weight.
-        (norm,) = [f for f in applied.preview.facts[0].adapters[0].norms.items() if f"{f[0]}.weight" == name]  # type: ignore[attr-defined]
-        assert norm[1] == pytest.approx(float(change.norm()), rel=1e-6)
 
 
 def test_float32_keeps_all_of_it_and_the_config_says_so(gentle: Path, tmp_path: Path) -> None:

@@ -307,7 +307,6 @@ def test_code_is_copied_verbatim_and_checked(base: Path, plan: Callable[..., Pat
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "alpha 0": ([CONTROL | {"interpolator": {"kind": "lerp", "alpha": 0.0}}], ["alpha: 1.0", "Lerp8MSE0"]),
-    "attention divergence": ([CONTROL | {"divergence": {"kind": "attention"}}], ["sdpa", "mse"]),
     "inference alpha of dlerp": (
         [CONTROL | {"interpolator": {"kind": "dlerp", "inference_alpha": 0.5}}],
         ["inference_alpha", "dlerp"],

@@ -41,7 +41,6 @@ OPERATIONS = [
         "`inference_alpha` needs one α for all tokens (",
     ),
     (f"{CONTROL}, interpolator: {{kind: dlerp, alpha: 1}}", "`alpha` must be below 1 where `dlerp` learns it"),
-    (f"{CONTROL}, divergence: {{kind: attention}}", "divergence `attention` compares attention maps, which"),
     (f"{CONTROL}, expansion: stack, divergence: {{}}", "`divergence` has no meaning with `expansion: stack`, which"),
     (
         f"{CONTROL}, interpolator: {{kind: proj}}, divergence: {{kind: none}}",
@@ -102,10 +101,6 @@ OPERATIONS = [
         "op: grow_vocabulary, tokens: {learn: a.txt, count: 3, keep: b.txt, how: appended}",
         "`keep` has no meaning with `how: ",
     ),
-    (
-        f"{FUSION}, support: activations, text: a.txt, cost_scale: max, order: cost_first}}",
-        "`order: cost_first` is about the cost of weights; with `support: activations` T_in has no part in it",
-    ),
     ("op: upcycle_experts, experts: 2, top_k: 3", "`top_k: 3` of 2 experts: a token cannot take more than there are"),
     ("op: upcycle_experts, experts: [a, b]", "`experts` of other models need `form: copies`: beside a shared"),
     ("op: upcycle_experts, form: copies, experts: [base]", "`experts` is a list of 1: give 2 to 1024"),
@@ -115,24 +110,18 @@ OPERATIONS = [
         "op: upcycle_experts, experts: 2, router: {prompts: [[a], [b]], negative_prompts: [[c]]}",
         "`negative_prompts` has 1 lists for 2 experts; give one for each, `[]` for none",
     ),
-    ("op: upcycle_experts, noise: 0.1", "`noise` has no meaning with `init: copy`"),
     ("op: upcycle_experts, noise_share: 0.1", "`noise_share` has no meaning with `init: copy`"),
-    (
-        "op: upcycle_experts, init: noise, noise: 0.1, noise_std: 0.1",
-        "`noise` is relative to a matrix's deviation and `noise_std` is not; give one of them",
-    ),
-    ("op: upcycle_experts, attention: average", "`attention: average` is of other models; list them in `experts`"),
     ("op: upcycle_experts, init: noise, drop: 0.1", "`drop` has no meaning with `init: noise`"),
     ("op: drop_layers", "give either `layers` (which go) or `count` (how many, chosen on `text`)"),
     ("op: drop_layers, count: 2", "`count` needs `text`: which layers matter least is measured on it"),
     (
         "op: drop_layers, layers: [1], by: loss",
-        "`by: loss` chooses layers; with `layers` it has no meaning (`laco` merges them)",
+        "`by: loss` chooses layers; with `layers` it has no meaning",
     ),
     ("op: drop_layers, layers: [1], candidates: 2", "`candidates` is of `by: loss` only"),
     (
-        "op: drop_layers, layers: [1], by: laco, merge: 2",
-        "`merge`, `threshold`, `interval` and `range` are of `by: laco` with `count` only",
+        "op: drop_layers, layers: [1], merge: 2",
+        "`merge`, `threshold`, `interval` and `range` are of `by: laco` only",
     ),
     (
         "op: drop_layers, count: 2, text: en.jsonl, by: laco, range: [3, 3]",
@@ -142,31 +131,17 @@ OPERATIONS = [
     ("op: drop_experts, count: 2", "`count` needs `text`: which experts matter least is measured on it"),
     ("op: drop_experts, experts: [1], by: loss", "`by` chooses experts; with `experts` it has no meaning"),
     ("op: add_experts", "give one of `times` (as many times), `count` (so many more) and `experts` (copies of these)"),
-    ("op: add_experts, times: 2, by: uniform", "`by` chooses which experts get copies; it needs `count`"),
-    ("op: add_experts, count: 2, by: reap", "`by: reap` needs `text`: which experts matter is measured on it"),
-    ("op: add_experts, times: 2, held_out: en.jsonl", "`held_out` needs `text`, which experts are judged by"),
     (
         "op: add_experts, times: 2, how: zero, top_k: grown",
-        "`how: zero` changes neither what a token takes nor the loss; leave `text` and `top_k` out",
+        "`how: zero` does not change what a token takes; leave `top_k` out",
     ),
     (
         "op: add_experts, count: 2, top_k: grown",
-        "`top_k: grown` needs `times`, and no `text`: as many copies of each expert, nothing to choose",
+        "`top_k: grown` needs `times`: as many copies of each expert, nothing to choose",
     ),
-    ("op: drop_experts, experts: [1], held_out: en.jsonl", "`held_out` needs `text`, which experts are judged by"),
     ("op: widen_hidden", "give either `to` (the new hidden_size) or `times` (how many times as wide)"),
     ("op: widen_ffn, by: 8, to: 64", "give either `to` (the new width) or `by` (how many neurons more)"),
     ("op: mixture_of_control, sites: [ffn, ffn]", "`sites` names a site twice"),
-    (f"{FUSION}, window: 8}}", "`window` has a meaning with `support: activations` only"),
-    (f"{FUSION}, support: activations}}", "`support: activations` needs a `text`, on which the base is run"),
-    (
-        f"{FUSION}, support: activations, text: a.txt}}",
-        "`support: activations` needs `cost_scale: max` or `mean`: distances of activations have another scale",
-    ),
-    (
-        f"{FUSION}, support: activations, text: a.txt, cost_scale: max, heads: blocks}}",
-        "`heads: blocks` compares weights; it does not go with `support: activations`",
-    ),
 ]
 
 

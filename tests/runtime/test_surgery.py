@@ -30,7 +30,7 @@ REFUSED = {
     "learned end": (control(alpha=1.0, learnable=True), "between 0 and 1, exclusive"),
     "dynamic end": (control("dlerp", alpha=0.0), "between 0 and 1, exclusive"),
     "dynamic inference": (control("moe", inference_alpha=0.5), "one α for all tokens"),
-    "attention divergence": (control(divergence="attention"), "sdpa"),
+    "attention divergence": (control(divergence="attention"), "divergence kind is `attention`"),
     "negative weight": (control(weight=-1.0), "finite number"),
     "nan weight": (control(weight=float("nan")), "finite number"),
     "proj without divergence": (control("proj", divergence="none"), "never train"),

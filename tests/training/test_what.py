@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import io
 import json
 import math
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.anatomy.dissect import dissect_folder
-from surgeon.checkpoint.folder import DELTA_FILE, CheckpointFolder
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.lab.reports.inspect import inspection_view
-from surgeon.manifest.manifest import seal_of
 from surgeon.manifest.reading import manifest_of
-from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_FOLDER, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER
+from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.manifest.trainable import Fixed, LayersSpec, TrainableSet, trainable_set
 from surgeon.manifest.within import base_within
 from surgeon.models.load import load_model
@@ -126,77 +121,20 @@ def test_what_changed_is_shown(plain: Path) -> None:
     assert "nothing was added: the base was trained as it is" in card
 
 
-def test_a_delta_brings_back_what_is_kept_and_the_adapter(plain: Path, tmp_path: Path) -> None:
-    made = surgeon.make_delta(plain / "second", tmp_path / "delta")
-    assert made.beside == (ADAPTER_FOLDER, KEPT_FOLDER)
-    # What is kept is the delta's base itself: the delta holds none of it.
+def test_a_delta_leaves_what_is_kept_and_the_adapter_with_the_run(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    listener = Quiet()
+    monkeypatch.setattr(listener, "say", said.append)
+    surgeon.make_delta(plain / "second", tmp_path / "delta", listener=listener)
+    assert any(f"{KEPT_FOLDER}/ and {ADAPTER_FOLDER}/ stay in" in line for line in said)
     held = {name for file in (tmp_path / "delta").glob("*.safetensors") for name in load_file(file)}
-    adapter = manifest_of(CheckpointFolder.open(plain / "second")).adapter
-    assert adapter is not None
-    assert held == {*digests(plain / "second"), *adapter.tensors}
-    surgeon.apply_delta(tmp_path / "delta", str(plain / "base"), tmp_path / "again")
-    found, expected = (
-        {path.relative_to(each).as_posix(): path.read_bytes() for path in each.rglob("*") if path.is_file()}
-        for each in (tmp_path / "again", plain / "second")
-    )
-    assert found == expected
-    surgeon.revert(tmp_path / "again", tmp_path / "back")
-    assert digests(tmp_path / "back") == digests(plain / "base")
-
-
-def test_a_delta_with_edited_files_beside_the_weights(plain: Path, tmp_path: Path) -> None:
-    surgeon.make_delta(plain / "second", tmp_path / "delta")
-    index = tmp_path / "delta" / DELTA_FILE
-    untouched = json.loads(index.read_text())
-
-    def refused(change: Callable[[dict[str, Any]], object], told: str) -> None:
-        data = copy.deepcopy(untouched)
-        change(data)
-        data["sha256"] = seal_of(data)
-        index.write_text(json.dumps(data))
-        with pytest.raises(BadInput, match=told):
-            surgeon.apply_delta(tmp_path / "delta", str(plain / "base"), tmp_path / "again")
-        assert not (tmp_path / "again").exists()
-
-    kept = next(file for file in untouched["beside"] if file.startswith(KEPT_FOLDER))
-    out = f"{KEPT_FOLDER}/../model.safetensors"
-    refused(lambda data: data["beside"].update({out: []}), rf"beside\.{re.escape(out)}")
-    refused(lambda data: data["beside"].update({f"{KEPT_FOLDER}/more.safetensors": []}), "without a tensor")
-    refused(lambda data: data["beside"][kept].pop(), f"has other tensors in {KEPT_FOLDER}/ than surgery.json names")
-    refused(lambda data: data["beside"][kept].append(data["beside"][kept][0]), "does not name each tensor once")
-    refused(lambda data: data["beside"].pop(ADAPTER_WEIGHTS_FILE), f"do not agree on {ADAPTER_FOLDER}/")
-    refused(lambda data: data["files"].pop(ADAPTER_CONFIG_FILE), f"do not agree on {ADAPTER_FOLDER}/")
-    lora = untouched["beside"][ADAPTER_WEIGHTS_FILE]
-    refused(lambda data: data["beside"].update({ADAPTER_WEIGHTS_FILE: lora[:1]}), "another adapter than")
-    # Bytes that are what delta.json says, and not what surgery.json does.
-    shard = tmp_path / "delta" / untouched["tensors"][lora[0]]["shard"]
-    tensors = load_file(shard)
-    value = tensors[lora[0]] + 1
-    save_file(tensors | {lora[0]: value}, shard, metadata={"format": "pt"})
-    digest = hashlib.sha256(value.view(torch.uint8).numpy()).hexdigest()
-    refused(
-        lambda data: data["tensors"][lora[0]].update(sha256=digest),
-        f"{re.escape(lora[0])} is not what surgery.json says",
-    )
-
-
-def test_a_delta_of_a_run_that_lacks_or_changed_what_lay_beside(plain: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(plain / "second", tmp_path / "run"))
-    file = run / ADAPTER_CONFIG_FILE
-    file.write_bytes(file.read_bytes() + b" ")
-    with pytest.raises(BadInput, match=f"{ADAPTER_CONFIG_FILE} is not what .*remove {ADAPTER_FOLDER}/ to make"):
-        surgeon.make_delta(run, tmp_path / "delta")
-    shutil.rmtree(run / ADAPTER_FOLDER)
-    file = next((run / KEPT_FOLDER).iterdir())
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(BadInput, match=f"is not what surgery.json says.*remove {KEPT_FOLDER}/ to make"):
-        surgeon.make_delta(run, tmp_path / "delta")
-    shutil.rmtree(run / KEPT_FOLDER)
-    assert surgeon.make_delta(run, tmp_path / "delta").beside == ()
-    assert json.loads((tmp_path / "delta" / DELTA_FILE).read_text())["beside"] == {}
+    assert held == {*digests(plain / "second")}
     surgeon.apply_delta(tmp_path / "delta", str(plain / "base"), tmp_path / "again")
     assert digests(tmp_path / "again") == digests(plain / "second")
+    found = checks(plain / "base", tmp_path / "again")
+    assert found["kept tensors"].note and found["adapter"].note
 
 
 def test_what_is_kept_must_be_the_bases(plain: Path, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ class _OfOne(Recipe):
 
 @dataclass(frozen=True)
 class Noised(_OfOne):
-    """`of` with normal noise on a `share` of its neurons, of deviation `std`, or of `std` times the deviation of `of`.
+    """`of` with normal noise of deviation `std` on a `share` of its neurons.
 
     Without `std` these neurons are drawn again, with the mean and deviation of their old values (Drop-Upcycling,
     Nakamura et al., 2025, section 3.1). Neurons are rows (`axis` 0) or columns (1). `neurons` seeds the choice of
@@ -139,7 +139,6 @@ class Noised(_OfOne):
     share: float
     axis: int
     std: float | None = None
-    relative: bool = False
 
     def compute(self, bench: Bench) -> Tensor:
         """Choose the neurons, draw numbers for them, and add these to their values or replace the values."""
@@ -156,7 +155,7 @@ class Noised(_OfOne):
             numbers = before.double()
             drawn.mul_(float(numbers.std())).add_(float(numbers.mean()))
             return values.index_copy_(self.axis, chosen, drawn.to(values))
-        drawn.mul_(self.std * (float(values.double().std()) if self.relative else 1.0))
+        drawn.mul_(self.std)
         return values.index_add_(self.axis, chosen, drawn.to(values))
 
 

@@ -168,11 +168,10 @@ class Interpolated(_OfTwo):
 
 @dataclass(frozen=True)
 class Summed(Recipe):
-    """Σ factor · term / divisor by element, in float32, rounded once: LaCo's θ_l + Σ (θ_{l+k} − θ_l), or a mean."""
+    """Σ factor · term by element, in float32, rounded once: LaCo's θ_l + Σ (θ_{l+k} − θ_l)."""
 
     terms: tuple[Recipe, ...]
     factors: tuple[float, ...]
-    divisor: int = 1
 
     @property
     def dtype(self) -> str:
@@ -194,7 +193,7 @@ class Summed(Recipe):
         total = bench.working(self.terms[0]).mul_(self.factors[0])
         for term, factor in zip(self.terms[1:], self.factors[1:], strict=True):
             total.add_(bench.working(term), alpha=factor)
-        return total.div_(self.divisor)
+        return total
 
 
 def columns(of: Copy | Imported, start: int, stop: int, factor: float) -> Summed:
@@ -203,44 +202,13 @@ def columns(of: Copy | Imported, start: int, stop: int, factor: float) -> Summed
 
 
 @dataclass(frozen=True, slots=True)
-class WholeHeads:
-    """The couplings of query, key and value, solved together so that whole attention heads map onto whole heads.
-
-    `output` is the attention output weight of both layers, whose columns count in the comparison of heads.
-    """
-
-    query: str
-    key: str
-    value: str
-    output: tuple[Recipe, Recipe]
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """Return (query, key, value): the couplings' names."""
-        return self.query, self.key, self.value
-
-
-@dataclass(frozen=True, slots=True)
-class TextSupport:
-    """Settings to compare rows by their modules' outputs on the first `samples` tokens of a text, in windows."""
-
-    text: str
-    samples: int
-    window: int
-
-
-@dataclass(frozen=True, slots=True)
 class Coupling:
     """A transport map that several recipes share, from rows of `first` (after `t_in`) onto rows of `second`.
 
     The rows are `start:stop`. `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as
-    sorted pairs so that this stays plain data. With `whole_heads` it is one of three couplings that are solved
-    together. `support` None compares the rows themselves; otherwise `first` and `second` are tensors of the base, whose
-    modules are run. With `groups` the rows are router rows, and the map is a permutation of experts, which form so many
-    groups. `cost_first` compares the rows of `first` before `t_in`, which then only moves them.
+    sorted pairs so that this stays plain data. With `groups` the rows are router rows, and the map is a permutation of
+    experts, which form so many groups. `cost_first` compares the rows of `first` before `t_in`, which then only moves
+    them.
     """
 
     name: str
@@ -250,19 +218,13 @@ class Coupling:
     stop: int
     t_in: MapRef
     settings: tuple[tuple[str, Any], ...]
-    whole_heads: WholeHeads | None = None
-    support: TextSupport | None = None
     groups: int | None = None
     cost_first: bool = False
 
     @property
     def needs(self) -> Iterator[str]:
-        """Yield the names of the couplings that are solved together with this coupling, or before it."""
-        made_from = [self.first, self.second]
-        if self.whole_heads is not None:
-            yield from self.whole_heads.names
-            made_from.extend(self.whole_heads.output)
-        for source in made_from:
+        """Yield the names of the couplings that are solved before this one."""
+        for source in (self.first, self.second):
             yield from source.maps
         if self.t_in.coupling is not None:
             yield self.t_in.coupling

@@ -7,12 +7,11 @@ the growth of the loss without only expert j. The weights of one layer at a time
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +29,6 @@ By = Literal["reap", "frequency", "loss"]
 Kept = Mapping[int, Sequence[int]]
 
 _MOST_LOGITS = 2**26
-_CONFIDENCE = 0.95
-
-
-class Estimate(NamedTuple):
-    """A mean over windows, and the ends of its 95 % interval (Student's t)."""
-
-    mean: float
-    low: float
-    high: float
 
 
 @dataclass
@@ -59,71 +49,56 @@ class _Block:
 
 
 class Experts:
-    """A base and two parts of a text: the first gives the experts' scores, the second the cost of losing experts."""
+    """A base and two parts of a text: the first gives the experts' scores, the second the loss without some."""
 
-    def __init__(self, folder: CheckpointFolder, layers: Mapping[int, int], judged: Tensor, measured: Tensor) -> None:
-        """Open the base, score its experts on the tokens `judged`, and measure its loss on the tokens `measured`.
-
-        `layers` maps each layer with experts to their number.
-        """
-        self.model = StreamedModel(folder, device=devices.resolve("auto"))
-        self._judged, self._measured = judged, measured
-        self.predictions = measured.numel() - len(measured)
-        self._blocks = {layer: _block(self.model.layers[layer], layer, count) for layer, count in layers.items()}
-        counts = {layer: block.count for layer, block in self._blocks.items()}
-        self.reap = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in counts.items()}
-        self.frequency = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in counts.items()}
-        self._judge()
-        self._before = self._losses(measured)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         base: CheckpointFolder,
         layers: Mapping[int, int],
-        texts: tuple[Path, Path | None],
+        text: Path,
         *,
         vocabulary: int,
         window: int,
         windows: int,
-    ) -> Experts:
-        """Tokenise the texts with the base's tokenizer: one to judge experts by, and a held-out one.
+    ) -> None:
+        """Open the base, and tokenise a text: `windows` windows to judge experts by, and as many held out.
 
-        `layers` maps each layer with experts to their number. Without a held-out text, windows that follow in the first
-        text are held out. Raises BadInput where a text is too short, or the base cannot be run.
+        `layers` maps each layer with experts to their number. Raises BadInput where the text is too short, or the base
+        cannot be run.
         """
-        first, other = texts
-        judged = _windows(base, first, window, windows if other else 2 * windows, vocabulary)
-        measured = judged[windows:] if other is None else _windows(base, other, window, windows, vocabulary)
-        return cls(base, layers, judged[:windows], measured)
-
-    @property
-    def before(self) -> Estimate:
-        """Return the base's loss on the held-out text, in nats per token."""
-        return _estimate(self._before)
+        ids = token_batches(base.path, text=text, window=window, windows=2 * windows, vocabulary=vocabulary).ids
+        if len(ids) < 2 * windows:
+            raise BadInput(
+                f"{printable(str(text))}: too short to measure experts on, {len(ids)} of {2 * windows} windows of"
+                f" {window} tokens; give a longer text, or a smaller `windows`"
+            )
+        self.model = StreamedModel(base, device=devices.resolve("auto"))
+        self._judged, self._measured = ids[:windows], ids[windows:]
+        self.predictions = self._measured.numel() - windows
+        self._blocks = {layer: _block(self.model.layers[layer], layer, count) for layer, count in layers.items()}
+        self.reap = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in layers.items()}
+        self.frequency = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in layers.items()}
 
     def scores(self, by: By) -> dict[int, list[float]]:
-        """Return the score of each expert, by layer."""
+        """Return the score of each expert, by layer; by `loss`, the loss on the first windows without it alone."""
         if by == "loss":
-            return self._costs()
+            return {
+                layer: [self._without(layer, number) for number in range(block.count)]
+                for layer, block in self._blocks.items()
+            }
+        self._judge()
         found = self.reap if by == "reap" else self.frequency
         return {layer: values.tolist() for layer, values in found.items()}
 
-    def cost(self, kept: Kept) -> Estimate:
-        """Return how the held-out loss grows where only the experts `kept` stay: a mean, and its interval."""
+    def loss(self, kept: Kept) -> float:
+        """Return the held-out loss, in nats per token, with only the experts `kept` in the layers that it names."""
         with self._only(kept):
-            return _estimate(self._losses(self._measured) - self._before)
+            return float(self._losses(self._measured).mean())
 
-    def _costs(self) -> dict[int, list[float]]:
-        """Return, by layer, the growth of the loss on the first text without each single expert."""
-        before = float(self._losses(self._judged).mean())
-        found: dict[int, list[float]] = {}
-        for layer, block in self._blocks.items():
-            found[layer] = []
-            for number in range(block.count):
-                with self._only({layer: [each for each in range(block.count) if each != number]}):
-                    found[layer].append(float(self._losses(self._judged).mean()) - before)
-        return found
+    def _without(self, layer: int, number: int) -> float:
+        """Return the loss on the first windows without one expert."""
+        with self._only({layer: [each for each in range(self._blocks[layer].count) if each != number]}):
+            return float(self._losses(self._judged).mean())
 
     def _judge(self) -> None:
         """Fill `reap` and `frequency` by running the base on the first text."""
@@ -252,23 +227,3 @@ def _given(given: list[Any], layer: int) -> tuple[Tensor, Tensor, Tensor]:
         f"layer {layer}: its class hands tokens to experts in a way that surgeon does not know, so they are not"
         " measured; list those that go (`experts`)"
     )
-
-
-def _windows(base: CheckpointFolder, text: Path, window: int, windows: int, vocabulary: int) -> Tensor:
-    """Return `windows` windows of a text's tokens, (windows, window). Raises BadInput where the text is too short."""
-    found = token_batches(base.path, text=text, window=window, windows=windows, vocabulary=vocabulary).ids
-    if len(found) < windows:
-        raise BadInput(
-            f"{printable(str(text))}: too short to measure experts on, {len(found)} of {windows} windows of {window}"
-            " tokens; give a longer text, or a smaller `windows`"
-        )
-    return found
-
-
-def _estimate(values: Tensor) -> Estimate:
-    """Return the mean of values with its interval."""
-    from scipy.special import stdtrit
-
-    mean, count = float(values.mean()), len(values)
-    half = float(stdtrit(count - 1, (1 + _CONFIDENCE) / 2)) * float(values.std()) / math.sqrt(count)
-    return Estimate(mean, mean - half, mean + half)

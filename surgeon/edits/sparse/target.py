@@ -17,8 +17,8 @@ _COMMON = (
     *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
     *("tie_word_embeddings", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# Placeholders in the shapes of idle tensors.
-HIDDEN, NEURONS = -1, -2
+# A placeholder in the shapes of idle tensors: the hidden size.
+HIDDEN = -1
 _GATED = ("gate", "up", "down")
 _AS_WRITTEN = ("dtype", "torch_dtype", "transformers_version", "original_max_position_embeddings")
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -49,12 +49,10 @@ class Target:
 
     `settings` returns the fields of its config.json beyond the common ones, from a base and a mixture; it raises
     BadInput where no setting computes what the base does. `expert` and `shared` are patterns for the number and for the
-    three `words` of gate, up and down (or two: up and down); for a `fused` class the two `words` are gate with up, and
-    down. A class that `extends` a dense type has all fields of that type, and all its kinds of layers. `balanced`: it
-    has a loss that spreads tokens; `engines`: other programs that ran it in tests; `plain`: which of its layers may
-    have an MLP instead of experts. `row`: the numbers of `bias` form a matrix of one row. `idle` are tensors next to
-    the experts that add nothing, with the shape of each: HIDDEN is the hidden size, NEURONS the number of an expert's
-    neurons. In a `normed` class the weight of a single chosen expert is always 1.
+    three `words` of gate, up and down; for a `fused` class the two `words` are gate with up, and down. A class that
+    `extends` a dense type has all fields of that type, and all its kinds of layers. `balanced`: it has a loss that
+    spreads tokens; `engines`: other programs that ran it in tests; `plain`: which of its layers may have an MLP instead
+    of experts. `idle` are tensors next to the experts that add nothing, with the shape of each.
     """
 
     model_type: str
@@ -70,9 +68,7 @@ class Target:
     bias: str = ""
     fused: bool = False
     balanced: bool = True
-    normed: bool = False
     plain: Literal["none", "lowest", "any"] = "none"
-    row: bool = False
     idle: tuple[tuple[str, tuple[int, int]], ...] = ()
 
     @property
@@ -84,15 +80,10 @@ class Target:
         """Return whether the class could hold layers like the base's: by its dense type, or as common layers."""
         if self.extends:
             return self.extends == dense.config.get("model_type")
-        return len(dense.kinds) == 1 and dense.stem == STEM and len(dense.roles) == len(_GATED)
+        return len(dense.kinds) == 1 and dense.stem == STEM
 
     def refusal(self, mixture: Mixture) -> str:
-        """Describe why the class cannot choose so many experts, or keep the MLP in `plain`; empty where it can."""
-        if mixture.chosen == 1 and self.normed and not self.balanced:
-            return (
-                "it gives one expert the weight 1 whatever its router says, and has no balancing loss, so the router"
-                " would never get a gradient; use `top_k: 2`"
-            )
+        """Describe why the class cannot keep the MLP in the mixture's `plain` layers; empty where it can."""
         if not mixture.plain or self.plain == "any":
             return ""
         if self.plain == "none":
@@ -106,7 +97,7 @@ class Target:
         named = {"architectures": [self.architecture], "model_type": self.model_type}
         made = {**dense.config, **named} if self.extends else self._common(dense, mixture) | named
         made |= self.settings(dense, mixture)
-        if not self.extends and made["rms_norm_eps"] is None and made.get("layer_norm_eps") is None:
+        if not self.extends and made["rms_norm_eps"] is None:
             raise BadInput("it has RMS norms; the base's norms are others (no `rms_norm_eps` in its config.json)")
         if self.balanced:
             # `output_router_logits` is not set: with it transformers computes the loss at every forward, which fails
@@ -143,17 +134,15 @@ class Target:
         made += self._shared(dense) if self.shared else []
         made.append(Made(self.router, (mixture.count, dense.hidden), "router"))
         if self.bias:
-            made.append(Made(self.bias, (1, mixture.count) if self.row else (mixture.count,), "bias"))
+            made.append(Made(self.bias, (mixture.count,), "bias"))
         for suffix, shape in self.idle:
-            rows, columns = (
-                {HIDDEN: dense.hidden, NEURONS: dense.width // mixture.segments}.get(size, size) for size in shape
-            )
+            rows, columns = (dense.hidden if size == HIDDEN else size for size in shape)
             made.append(Made(suffix, (rows, columns), "idle"))
         return [*made, *(self._stacked(dense, mixture) if self.fused else self._experts(dense, mixture))]
 
     def _shared(self, dense: Dense) -> list[Made]:
         """Return the base's FFN as the shared expert, without tensors that keep their names."""
-        takes = [dense.source(role) for role in dense.roles]
+        takes = [dense.source(role) for role in _GATED]
         if self.fused:
             inner, outer = (self.shared.format(word) for word in self.words)
             made = [_kept(inner, dense.hidden, *takes[:-1]), _kept(outer, dense.width, takes[-1])]
@@ -186,7 +175,7 @@ class Target:
         width = dense.width // mixture.segments
         for expert in range(mixture.count):
             segment = expert % mixture.segments
-            for word, role in zip(self.words, dense.roles, strict=True):
+            for word, role in zip(self.words, _GATED, strict=True):
                 suffix, take = self.expert.format(expert, word), dense.source(role)
                 if role == "down":
                     made.append(Made(suffix, (dense.hidden, width), "down", (take,), expert))

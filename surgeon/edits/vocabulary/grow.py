@@ -5,8 +5,8 @@ tokenisation of a text that must stay as it is: then every word of that text is 
 `added_tokens`, which are matched before words are cut and are decoded literally, so that accents would come out as the
 characters of their bytes. Only a plan's `special` and `added` tokens are `added_tokens`.
 
-A WordPiece takes the longest piece that it knows: a new piece is refused where it would match in a word that must stay.
-A Unigram weighs all pieces of a word at once and keeps no such promise: the change is measured.
+A Unigram weighs all pieces of a word at once and keeps no such promise: the change is measured. A WordPiece, which no
+decoder of note has, gets added tokens alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, MeasuredText, Places, TokenizerJson, grown_files
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, Places, TokenizerJson, grown_files
 from surgeon.common.listener import Listener, Quiet
 from surgeon.edits.vocabulary.growing import Old, check_ids
 from surgeon.edits.vocabulary.learned import LearnedTokens, learned
@@ -27,6 +27,7 @@ from surgeon.edits.vocabulary.texts import measured_text, named
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 from surgeon.models.view import TOKENIZER_FILES
+from surgeon.operations.prepare import TextCounts
 
 _OF_THE_PLAN = Listed()
 _NONE_ADDED: Mapping[str, bool] = {}
@@ -47,7 +48,7 @@ class Grown:
     rows: int
     made_of: tuple[tuple[int, ...], ...]
     inserted: Mapping[str, Places]
-    measured: tuple[MeasuredText, ...]
+    measured: tuple[TextCounts, ...]
     files: Mapping[str, bytes]
     tokens: tuple[str, ...]
 
@@ -80,6 +81,8 @@ def grow(
     """
     files, read = tokenizer_json(base)
     old = Old(read, base.source.shown, rows)
+    if wanted and read.kind == "WordPiece":
+        raise BadInput(f"{TOKENIZER_FILE}: its model is a WordPiece, which gets no pieces; list tokens in `added`")
     with opened_files(files, base) as tokenizer:
         old.ask(tokenizer)
         marks = Listed(key="`special`, `added`")
@@ -96,11 +99,9 @@ def grow(
         if isinstance(wanted, LearnedTokens):
             new = learned(old, tokenizer, wanted, listener or Quiet())
             texts = [("learned from", wanted.learn), ("kept", wanted.keep), ("measured", tuple(measure))]
-            how = {
-                "unseen": f"pairs that never occur in {named(wanted.keep)}",
-                "appended": "every pair, behind the old merges",
-                "non_ascii": "pairs with a byte beyond ASCII",
-            }[wanted.how]
+            how = f"pairs that never occur in {named(wanted.keep)}"
+            if wanted.how == "appended":
+                how = "every pair, behind the old merges"
         else:
             wanted = marked_once(tokenizer, wanted)
             new = requested_tokens(old, tokenizer, wanted, listed)

@@ -25,7 +25,7 @@ from surgeon.edits.vocabulary.texts import counted_words, named, segmented_words
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer
 
-How = Literal["unseen", "appended", "non_ascii"]
+How = Literal["unseen", "appended"]
 
 # The most characters of a piece, as the vocabulary writes it: about a word.
 _LONGEST = 64
@@ -86,47 +86,10 @@ def _allowed(
     """
     if how == "appended":
         return lambda _pair, _content: True
-    if how == "non_ascii":
-        return lambda _pair, content: _beyond_ascii(content, byte_level=old.read.byte_level)
-    if old.read.kind == "WordPiece":
-        blocked = _matched(old, segmented)
-        return lambda _pair, content: content not in blocked
     pairs = pairs_in(segmented.values())
     # Such a tokenizer takes a word that is a token whole, whatever its merges.
     whole = set(kept) if old.read.model.get("ignore_merges") else set()
     return lambda pair, content: pair not in pairs and content not in whole
-
-
-def _beyond_ascii(content: str, *, byte_level: bool) -> bool:
-    """Return whether a piece has a byte that is not ASCII."""
-    if byte_level:
-        return any(character in _HIGH_BYTES for character in content)
-    return any(ord(character) > 127 and character != "▁" for character in content)
-
-
-def _high_bytes() -> frozenset[str]:
-    """Return the characters for bytes from 128 on in GPT-2's table (openai/gpt-2, encoder.py)."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in shown]
-    table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + nth) for nth, byte in enumerate(others)}
-    return frozenset(table[byte] for byte in range(128, 256))
-
-
-_HIGH_BYTES = _high_bytes()
-
-
-def _matched(old: Old, segmented: Mapping[str, Sequence[int]]) -> set[str]:
-    """Return the pieces that a WordPiece would take in one of these words in place of a shorter piece."""
-    found: set[str] = set()
-    for word, ids in segmented.items():
-        at = 0
-        for number in ids:
-            content = old.contents.get(number, "")
-            length = len(content.removeprefix(old.read.prefix)) if at else len(content)
-            prefix = old.read.prefix if at else ""
-            found.update(f"{prefix}{word[at:end]}" for end in range(at + length + 1, len(word) + 1))
-            at += length
-    return found
 
 
 def _add_characters(old: Old, new: New, counted: Mapping[str, int], kept: set[str], wanted: LearnedTokens) -> None:
@@ -142,7 +105,6 @@ def _add_characters(old: Old, new: New, counted: Mapping[str, int], kept: set[st
         and number >= _LEAST_CHARACTER
         and not character.isspace()
         and not (wanted.how == "unseen" and character in kept)
-        and (wanted.how != "non_ascii" or ord(character) > 127)
         and bytes_of(old, character)
     ]
     for _, character in sorted(missing, key=lambda entry: (-entry[0], entry[1]))[: wanted.count // 2]:

@@ -154,10 +154,6 @@ def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
             if character not in old.taken and character not in new.contents and made_of:
                 new.add(NewToken(character, score=old.lowest), made_of)
         ids = with_characters(old, new, ids)
-    if old.read.kind == "WordPiece" and any(number in old.refused for number in ids):
-        # A word with an unknown character is unknown as a whole, so its pieces are not known.
-        new.add(NewToken(word), ())
-        return
     if any(number in old.refused for number in ids):
         raise BadInput(f"{shown}: has a character that the tokenizer does not know; leave it out")
     if old.read.kind != "BPE":
@@ -193,24 +189,13 @@ def check_words(wanted: Sequence[str], after: Tokenizer, rows: int, listed: List
         rows: the model's rows of embeddings.
         listed: where the words are listed, for the message.
     """
-    seen: dict[int, int] = {}
+    seen: set[int] = set()
     for nth, (text, ids) in enumerate(zip(wanted, after.many(wanted), strict=True)):
-        if len(ids) == 1 and ids[0] < rows:
-            raise BadInput(
-                f"{listed.full(nth)} ({printable(repr(text), 60)}): the tokenizer makes"
-                f" {printable(repr(after.decode(ids)), 30)} of it all the same, as of words that are too long; leave it"
-                " out"
-            )
-        if len(ids) == 1 and (first := seen.setdefault(ids[0], nth)) != nth:
-            raise BadInput(
-                f"{listed.full(nth)} ({printable(repr(text), 60)}): the tokenizer makes one token of it and of"
-                f" {printable(repr(wanted[first]), 60)}, so one of them would never occur; leave one out"
-            )
-        if len(ids) != 1:
+        if len(ids) != 1 or ids[0] < rows or ids[0] in seen:
             parts = ", ".join(printable(repr(after.decode([number])), 30) for number in ids[:4])
-            parts += ", …" if len(ids) > 4 else ""
             raise BadInput(
-                f"{listed.full(nth)} ({printable(repr(text), 60)}): still {len(ids)} tokens ({parts}): an"
-                " added token of the base or other words of the list take a part of it; put it before them, or leave"
-                " it out"
+                f"{listed.full(nth)} ({printable(repr(text), 60)}): the grown tokenizer makes {parts} of it, no token"
+                " of its own: an added token of the base or other words of the list take it or a part of it; put it"
+                " before them, or leave it out"
             )
+        seen.add(ids[0])

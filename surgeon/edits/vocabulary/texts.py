@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from surgeon.checkpoint.tokenizer_files import MeasuredText
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener
 from surgeon.errors import printable
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.tokens import documents_of
+from surgeon.operations.prepare import TextCounts
 
 # How many characters a tokenizer gets at once; and how many of a text are used to measure a change.
 _AT_ONCE = 1 << 20
@@ -71,7 +71,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def measured_text(
     use: str, paths: Sequence[Path], before: Tokenizer, after: Tokenizer, kept: Sequence[int] | None = None
-) -> MeasuredText:
+) -> TextCounts:
     """Measure how a changed tokenizer cuts the beginning of a text, `_MEASURED` characters of it.
 
     Args:
@@ -94,7 +94,16 @@ def measured_text(
             left -= len(text)
         if left <= 0:
             break
-    return MeasuredText(use, named(paths), digest_of(paths), documents, unchanged, words, old_tokens, new_tokens)
+    return TextCounts(
+        use=use,
+        text=named(paths),
+        sha256=digest_of(paths),
+        documents=documents,
+        unchanged=unchanged,
+        words=words,
+        before=old_tokens,
+        after=new_tokens,
+    )
 
 
 def digest_of(paths: Sequence[Path]) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.strict_json import json_object, shaped
-from surgeon.checkpoint.tokenizer_files import MeasuredText
 from surgeon.edits.vocabulary.grow import opened_files, tokenizer_json
 from surgeon.edits.vocabulary.growing import Old, check_ids
 from surgeon.edits.vocabulary.texts import counted_tokens, measured_text, named
@@ -17,6 +16,7 @@ from surgeon.edits.vocabulary.trimmed import Closure, byte_characters, ids_in, i
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.models.tokenizer import Tokenizer
+from surgeon.operations.prepare import TextCounts
 
 _LARGEST = 0x110000
 # Chats in the form that templates expect; where a template refuses one, the others are used.
@@ -54,7 +54,7 @@ class Trimmed:
     how: str
     kept: tuple[int, ...]
     files: Mapping[str, bytes | None]
-    measured: tuple[MeasuredText, ...]
+    measured: tuple[TextCounts, ...]
 
 
 @dataclass

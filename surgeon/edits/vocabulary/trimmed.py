@@ -24,6 +24,8 @@ from surgeon.errors import BadInput, printable
 
 # Tokenizer files of other programs, which hold a vocabulary of their own.
 OTHER_VOCABULARIES = re.compile(r"(\.model(\.v\w+)?|\.tiktoken|tekken\.json)$")
+# Files that tokenizers of transformers without tokenizer.json are made of.
+_SLOW = ("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 # Files and keys that name special tokens: settings of the tokenizer, of generation, of image processing.
 _SETTINGS = ("tokenizer_config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 _IDS = ("_token_id", "_token_ids", "_token_index", "_token_indices")
@@ -100,14 +102,23 @@ def _ids(value: Any, change: Callable[[int], int]) -> Any:
 
 
 @dataclass(frozen=True)
-class Merges:
-    """The merges of a BPE as pairs in order of rank, and the pieces from which they build a token."""
+class Closure:
+    """The rule for which tokens must stay with a token, so that texts of kept tokens are cut as before."""
 
     read: TokenizerJson
 
+    def check(self) -> None:
+        """Raise BadInput for a tokenizer for which the rule is not known."""
+        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+            if self.read.kind == "BPE" and self.read.model.get(key):
+                raise BadInput(
+                    f"{TOKENIZER_FILE}: its BPE has a `{key}`, of which surgeon does not know what merges need; such a"
+                    " vocabulary cannot be trimmed"
+                )
+
     @cached_property
     def pairs(self) -> list[tuple[str, str]]:
-        """Return every merge, in the file's order. Raises BadInput where one is no pair."""
+        """Return every merge of a BPE, in the file's order. Raises BadInput where one is no pair."""
         try:
             return [
                 (one, other)
@@ -142,27 +153,6 @@ class Merges:
             seen.add(pieces[at])
         return seen
 
-
-@dataclass(frozen=True)
-class Closure:
-    """The rule for which tokens must stay with a token, so that texts of kept tokens are cut as before."""
-
-    read: TokenizerJson
-
-    def check(self) -> None:
-        """Raise BadInput for a tokenizer for which the rule is not known."""
-        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
-            if self.read.kind == "BPE" and self.read.model.get(key):
-                raise BadInput(
-                    f"{TOKENIZER_FILE}: its BPE has a `{key}`, of which surgeon does not know what merges need; such a"
-                    " vocabulary cannot be trimmed"
-                )
-
-    @cached_property
-    def _merges(self) -> Merges:
-        """Return the tokenizer's merges."""
-        return Merges(self.read)
-
     @cached_property
     def _contents(self) -> dict[int, str]:
         """Return the tokens' contents by id."""
@@ -174,7 +164,7 @@ class Closure:
         if content is None or self.read.kind != "BPE":
             return {number}
         vocabulary = self.read.vocabulary
-        return {number} | {vocabulary[part] for part in self._merges.parts(content) if part in vocabulary}
+        return {number} | {vocabulary[part] for part in self.parts(content) if part in vocabulary}
 
     def always(self) -> set[int]:
         """Return tokens that every text may need: single bytes, the unknown token, and a Unigram's worst piece.
@@ -242,18 +232,10 @@ def trimmed_files(files: Mapping[str, bytes], kept: Sequence[int]) -> dict[str, 
         with shaped(name):
             if name == TOKENIZER_FILE:
                 made[name] = _trimmed_json(content, new, change)
-            elif OTHER_VOCABULARIES.search(name):
+            elif name in _SLOW or OTHER_VOCABULARIES.search(name):
                 made[name] = None
             elif name in _SETTINGS:
                 made[name] = _with_ids(name, content, change)
-            elif name in ("vocab.json", "added_tokens.json"):
-                vocabulary = _parsed(name, content)
-                made[name] = _json({token: new[number] for token, number in vocabulary.items() if number in new})
-            elif name == "vocab.txt":
-                lines = content.decode().splitlines()
-                made[name] = "".join(f"{line}\n" for nth, line in enumerate(lines) if nth in new).encode()
-            elif name == "merges.txt":
-                made[name] = _trimmed_merges(content, files, new)
     return {name: content for name, content in made.items() if content != files[name]}
 
 
@@ -278,31 +260,15 @@ def _trimmed_json(content: bytes, new: Mapping[int, int], change: Callable[[int]
     else:
         model["vocab"] = {token: new[number] for token, number in model["vocab"].items() if number in new}
     if read.kind == "BPE":
-        stays = _staying(read, new)
-        model["merges"] = [each for each, pair in zip(model["merges"], Merges(read).pairs, strict=True) if stays(pair)]
+        there = {token for token, number in read.vocabulary.items() if number in new}
+        pairs = zip(model["merges"], Closure(read).pairs, strict=True)
+        model["merges"] = [each for each, (one, other) in pairs if {one, other, one + other} <= there]
     made = data | {"model": model, "post_processor": _processed(data.get("post_processor"), change)}
     if made.get("added_tokens"):
         made["added_tokens"] = [entry | {"id": change(entry["id"])} for entry in data["added_tokens"]]
     if isinstance(padding := data.get("padding"), dict) and type(padding.get("pad_id")) is int:
         made["padding"] = padding | {"pad_id": change(padding["pad_id"])}
     return _json(made)
-
-
-def _staying(read: TokenizerJson, new: Mapping[int, int]) -> Callable[[tuple[str, str]], bool]:
-    """Return a test: whether a merge, given as a pair, joins two kept tokens into a kept token."""
-    there = {token for token, number in read.vocabulary.items() if number in new}
-    return lambda pair: pair[0] in there and pair[1] in there and pair[0] + pair[1] in there
-
-
-def _trimmed_merges(content: bytes, files: Mapping[str, bytes], new: Mapping[int, int]) -> bytes:
-    """Return merges.txt with only the merges of kept tokens."""
-    stays = _staying(TokenizerJson.parse(files[TOKENIZER_FILE]), new)
-    lines = []
-    for line in content.decode().splitlines():
-        pair = line.split(" ")
-        if line.startswith("#version") or (len(pair) == 2 and stays((pair[0], pair[1]))):
-            lines.append(line)
-    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def _processed(data: Any, change: Callable[[int], int]) -> Any:

@@ -234,7 +234,6 @@ def _draw(
         below=0,
         label=label,
         flow="opt_deus",
-        heads="free",
         settings=settings,
         skip=nothing,
         unaligned="average",
