@@ -225,7 +225,6 @@ SPELLINGS = {
     "push.force": _S("push although a check fails, or over a model that is not surgeon's"),
     "push.license": _S("licence for the card, where the base's is unknown: apache-2.0, mit, …"),
     "push.base_model": _S("the base's id on the Hub for the card, where it was a folder: user/name"),
-    "push.delta": _S("push only what the base of the last surgery lacks"),
     "diff.a": _S("a checkpoint's folder", "A"),
     "diff.b": _S("another checkpoint's folder", "B"),
     "diff.exact": _S("read both, even where a manifest records one of them"),
