@@ -17,7 +17,7 @@ import surgeon
 from surgeon._version import __version__
 from surgeon.cli.entries import AsJson, Declared, Group, QuietOption, command, shown
 from surgeon.cli.failures import Debug, console, listening, print_json, show, sigterm_interrupts
-from surgeon.cli.spellings import SPELLINGS, complete_shipped_or_swept
+from surgeon.cli.spellings import SPELLINGS, complete_shipped
 from surgeon.common.distributed import Ranks, forget_leftovers, joined
 from surgeon.common.interrupting import interrupt
 from surgeon.errors import BadInput, printable
@@ -351,7 +351,7 @@ def schema(
 def plans(
     name: Annotated[
         str | None,
-        typer.Argument(help="print this plan, or the points of this sweep", autocompletion=complete_shipped_or_swept),
+        typer.Argument(help="print this plan, or the points of this sweep", autocompletion=complete_shipped),
     ] = None,
     whole: Annotated[bool, typer.Option("--all", help="list variants, sweeps and papers' experiments too")] = False,
     as_json: AsJson = False,

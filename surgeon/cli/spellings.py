@@ -16,35 +16,14 @@ def _complete_plan(incomplete: str) -> list[str]:
     folder, start = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     beside = sorted(folder.glob("*")) if incomplete and folder.is_dir() else []
     files = [f"{path}/" if path.is_dir() else str(path) for path in beside if path.name.startswith(start)]
-    return [*_complete_shipped(incomplete), *files]
+    return [*complete_shipped(incomplete), *files]
 
 
-def _complete_shipped(incomplete: str) -> list[str]:
+def complete_shipped(incomplete: str) -> list[str]:
     """Return completions: shipped plans."""
     from surgeon.plan import shipped
 
     return [name for name in shipped.names() if name.startswith(incomplete)]
-
-
-def complete_shipped_or_swept(incomplete: str) -> list[str]:
-    """Return completions: shipped plans and sweeps."""
-    from surgeon.plan import shipped
-
-    return [name for name in [*shipped.names(), *shipped.sweeps()] if name.startswith(incomplete)]
-
-
-def _complete_study(incomplete: str) -> list[str]:
-    """Return completions: shipped studies."""
-    from surgeon.plan import shipped
-
-    return [name for name in shipped.shipped_studies() if name.startswith(incomplete)]
-
-
-def _complete_tasks(incomplete: str) -> list[str]:
-    """Return completions: shipped tasks files."""
-    from surgeon.plan import shipped
-
-    return [name for name in shipped.shipped_tasks() if name.startswith(incomplete)]
 
 
 def _named_texts(given: list[str]) -> dict[str, Path | None]:
@@ -170,9 +149,7 @@ SPELLINGS = {
     "evaluate.kl": _S("measure KL(first ‖ model) too: how far each is from the first, with both in memory"),
     "evaluate.dtype": _S(f"run the models {_DTYPES}"),
     "evaluate.labels": _S("the texts have labels, and the models a classification head"),
-    "continual.tasks": _S(
-        "tasks file, or name of a shipped one (`surgeon plans`)", "TASKS", kind=str, complete=_complete_tasks
-    ),
+    "continual.tasks": _S("tasks file, or name of a shipped one (`surgeon plans`)", "TASKS", kind=str),
     "continual.run": _S("folder of the model after the last task; of a file with rows, of a run for each", "RUN"),
     "continual.overrides": _S(
         "a value in place of the file's: train.steps=10; may be given again", "KEY=VALUE", "--set"
@@ -181,7 +158,7 @@ SPELLINGS = {
     "continual.row": _S("run this row alone", "NAME"),
     "continual.keep": _S("keep the earlier tasks' models, in RUN-tasks"),
     "continual.device": _S("auto, cpu, cuda"),
-    "compare.study": _S("study file, or name of a shipped study", "STUDY", kind=str, complete=_complete_study),
+    "compare.study": _S("study file, or name of a shipped study", "STUDY", kind=str),
     "compare.overrides": _S(
         "a value in place of the study's: steps=100, documents=8; may be given again", "KEY=VALUE", "--set"
     ),

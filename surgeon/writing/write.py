@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from surgeon.blueprint.recipes import Constant
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of
 from surgeon.checkpoint.header import Header, header_bytes
 from surgeon.checkpoint.piece_bytes import copy_pieces
-from surgeon.checkpoint.ranges import WriteBehind, reserve, write_all
+from surgeon.checkpoint.ranges import reserve, write_all
 from surgeon.checkpoint.source import OpenShards
 from surgeon.checkpoint.staging import Staging, check_destination, check_space, working_folder
 from surgeon.common.disk_space import writing
@@ -86,7 +85,7 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
     listener.begin("writing", job.bytes_to_write)
     try:
         with (
-            ReadBack(job.sources, job.places, staging, compare=job.read_back, recall=job.recall) as proof,
+            ReadBack(job.sources, job.places, staging, compare=job.read_back) as proof,
             Unmoved(job, way, proof) as unmoved,
         ):
             run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof, unmoved)
@@ -97,7 +96,6 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
                 run.small_files()
                 last = job.finish(proof)
         job.check_unchanged()
-        proof.keep()
         for name, content in last.items():
             run.small_file(name, content)
         if job.look is not None:
@@ -184,16 +182,14 @@ class _Share:
             )
             dealt += len(layers)
         try:
-            for number, (shard, outputs) in enumerate(zip(shards, mine, strict=True)):
+            for shard, outputs in zip(shards, mine, strict=True):
                 self.skip([output for output in shard.outputs if output not in outputs])
-                maps[shard.file] = self.write(shard, outputs, _first_layer(mine[number + 1 :])) if outputs else {}
+                maps[shard.file] = self.write(shard, outputs) if outputs else {}
         except SurgeonError as error:
             return Report({}, str(error), error.exit_code)
         except OSError as error:
             message = f"{printable(str(error.filename or self.folder))}: {error.strerror or error}"
             return Report({}, message, momentary=True)
-        finally:
-            self.close()
         return Report(maps)
 
     def begin(self, shard: Shard) -> None:
@@ -209,25 +205,19 @@ class _Share:
         finally:
             os.close(target)
 
-    def write(self, shard: Shard, outputs: Sequence[Output], then: Sequence[Output] = ()) -> dict[str, Any]:
-        """Write `outputs` at their places in a shard whose file exists; return reports of the maps solved for them.
-
-        While tensors are computed, finished ones are written and those that the next layer needs are read; `then` is
-        the layer that comes after these outputs.
-        """
+    def write(self, shard: Shard, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Write `outputs` at their places in a shard whose file exists; return reports of the maps solved for them."""
         places = self._places(shard)
         place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
         computes = any(output.computed for output in outputs)
         target = os.open(self.folder / shard.file, os.O_RDWR | os.O_NOFOLLOW)
         try:
             self._copy(shard, outputs, target, places[0][0])
-            with WriteBehind(target, self.listener.advance) as behind:
-                for layer, following in pairwise([*group_by_layer(outputs), then]):
-                    if computes:
-                        self.evaluator.expect(layer, following)
-                        self._show(layer)
-                    for output in layer:
-                        _write_tensor(self, output, target, *place_of[output.name], behind)
+            for layer in group_by_layer(outputs):
+                if computes:
+                    self._show(layer)
+                for output in layer:
+                    self._write_tensor(output, target, *place_of[output.name])
         finally:
             os.close(target)
         return self.evaluator.take_reports() if computes else {}
@@ -246,10 +236,18 @@ class _Share:
             self._layers_done += 1
             self.listener.rename(f"writing, new layer {self._layers_done} of {_computed_layers(self.job.shards)}")
 
-    def close(self) -> None:
-        """Stop computing, and reading ahead for it."""
-        if self._evaluator is not None:
-            self._evaluator.close()
+    def _write_tensor(self, output: Output, target: int, begin: int, end: int) -> None:
+        """Write a computed or constant tensor at `begin:end` of the file; holes and copies need nothing here."""
+        if output.computed:
+            for made in self.evaluator.make(output):
+                with self.stopwatch.stage("write"):
+                    write_all(target, made, begin)
+                begin += len(made)
+                self.listener.advance(len(made))
+            assert begin == end, output.name
+        elif isinstance(output.recipe, Constant) and not output.is_hole:
+            write_all(target, output.recipe.data, begin)
+            self.listener.advance(end - begin)
 
     def skip(self, outputs: Sequence[Output]) -> None:
         """Count tensors as done that an earlier run or another rank makes."""
@@ -318,9 +316,8 @@ class _Run(_Share):
             try:
                 copies = [writers.submit(self.shard, s) for s in self.job.shards if s not in computed]
                 if self.ranks.size == 1:
-                    for number, shard in enumerate(computed):
-                        waiting = [s.outputs for s in computed[number + 1 :] if not self.staging.is_done(s.file)]
-                        self.shard(shard, _first_layer(waiting))
+                    for shard in computed:
+                        self.shard(shard)
                 else:
                     self._among_ranks([shard for shard in computed if not self._done_earlier(shard)])
                 for copy in as_completed(copies):
@@ -328,8 +325,6 @@ class _Run(_Share):
             except BaseException:
                 writers.shutdown(wait=False, cancel_futures=True)
                 raise
-            finally:
-                self.close()
 
     def _among_ranks(self, shards: list[Shard]) -> None:
         """Have all ranks compute these shards, each rank its layers; then have the shards read back."""
@@ -340,14 +335,11 @@ class _Run(_Share):
         for shard in shards:
             self.proof.add(shard, {name: found for r in reports for name, found in r.maps.get(shard.file, {}).items()})
 
-    def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
-        """Write one shard, unless an earlier run did or its file can be linked.
-
-        `then` is the layer computed after it.
-        """
+    def shard(self, shard: Shard) -> None:
+        """Write one shard, unless an earlier run did or its file can be linked."""
         if not self._done_earlier(shard) and not self._taken(shard):
             self.begin(shard)
-            self.proof.add(shard, self.write(shard, shard.outputs, then))
+            self.proof.add(shard, self.write(shard, shard.outputs))
 
     def _taken(self, shard: Shard) -> bool:
         """Put a shard in place without moving its bytes, where that is possible; return whether it was."""
@@ -382,21 +374,3 @@ class _Run(_Share):
         write_new(file, content)
         self.proof.files[name] = hashlib.sha256(content).hexdigest()
         self.staging.done(name, {})
-
-
-def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
-    """Return the outputs of the layer that is computed next; `shards` are the outputs still to come, shard by shard."""
-    return next((group_by_layer(outputs)[0] for outputs in shards if outputs), ())
-
-
-def _write_tensor(run: _Share, output: Output, target: int, begin: int, end: int, behind: WriteBehind) -> None:
-    """Write a tensor that is computed or constant at `begin:end` of the file; holes and copies need nothing here."""
-    if output.computed:
-        for made in run.evaluator.make(output):
-            with run.stopwatch.stage("wait for writing"):
-                behind.write(made, begin)
-            begin += len(made)
-        assert begin == end, output.name
-    elif isinstance(output.recipe, Constant) and not output.is_hole:
-        write_all(target, output.recipe.data, begin)
-        run.listener.advance(end - begin)
