@@ -87,7 +87,6 @@ def main() -> None:
     rows = {
         "`apply`, the first": best(apply, environment, 1, without(out, cache)),
         "`apply`, again": best(apply, environment, rounds, without(out)),
-        "the same, the base hashed": best(apply, environment, rounds, without(out, f"{cache}/digests")),
         "`verify --static`": best([*surgeon, "verify", base, out, "--static"], environment, rounds, without()),
         "`cp -r` and `sync`": best(
             ["sh", "-c", f"cp -r {out} {copy} && sync {copy}/*"], environment, rounds, without(copy)

@@ -73,8 +73,6 @@ def test_a_plan_may_come_from_stdin(base: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("apply BASE solar out", ["did you swap PLAN and BASE?"]),
-        ("apply solar out BASE", ["did you swap BASE and OUT?"]),
         ("apply solar BASE full", ["full: exists and holds x; choose another folder"]),
         ("apply solar BASE out --device cuda", ["--device cuda: no CUDA device is visible here; use cpu"]),
         ("verify BASE BASE --device gpu", ["--device gpu: unknown; use auto, cpu, cuda or cuda:N"]),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,67 +195,6 @@ class CheckpointFolder:
     def check_unchanged(self) -> None:
         """Raise BadInput where a shard's size, mtime or inode has changed since the folder was opened."""
         self.source.check_unchanged()
-
-
-# The most bytes that are read ahead: one layer of a large mixture of experts has tens of gigabytes.
-MOST_AHEAD = 4_000_000_000
-
-
-class ReadAhead:
-    """A background reader of a checkpoint's tensors, in the order in which they will be needed.
-
-    It keeps in memory at most as many bytes as the larger of the two sets given to the last `expect`, and at most
-    `MOST_AHEAD` bytes.
-    """
-
-    def __init__(self, base: CheckpointFolder) -> None:
-        self._base = base
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        self._waiting: deque[str] = deque()
-        self._coming: dict[str, Future[bytearray]] = {}
-        self._room = 0
-
-    def expect(self, now: Sequence[str], then: Sequence[str]) -> None:
-        """Start reading the tensors `now`, each once, and after them the tensors `then`; drop earlier expectations."""
-        self._room = min(max(self._bytes(now), self._bytes(then)), MOST_AHEAD)
-        needed = list(dict.fromkeys([*now, *then]))
-        for name in self._coming.keys() - set(needed):
-            self._coming.pop(name).cancel()
-        self._waiting = deque(name for name in needed if name not in self._coming)
-        self._fill()
-
-    def read(self, name: str) -> bytearray:
-        """Return the bytes of one tensor, from the read-ahead (only once) or read now.
-
-        Raises BadInput where reading fails.
-        """
-        coming = self._coming.pop(name, None)
-        if coming is None:
-            # Needed before its turn: nobody will need it again later.
-            if name in self._waiting:
-                self._waiting.remove(name)
-            return self._base.read(name)
-        content = coming.result()
-        self._fill()
-        return content
-
-    def close(self) -> None:
-        """Drop all tensors read ahead; errors of tensors that nobody asked for are ignored."""
-        self._waiting.clear()
-        self._coming.clear()
-        self._reader.shutdown(wait=True, cancel_futures=True)
-
-    def _fill(self) -> None:
-        """Start background reads of the waiting tensors, in order, as long as they fit into the free bytes."""
-        free = self._room - self._bytes(self._coming)
-        while self._waiting and self._base.tensors[self._waiting[0]].nbytes <= free:
-            name = self._waiting.popleft()
-            free -= self._base.tensors[name].nbytes
-            self._coming[name] = self._reader.submit(self._base.read, name)
-
-    def _bytes(self, names: Sequence[str] | dict[str, Future[bytearray]]) -> int:
-        """Return the size in bytes of the named tensors together."""
-        return sum(self._base.tensors[name].nbytes for name in names)
 
 
 def digest_of_pieces(folder: CheckpointFolder, pieces: Pieces) -> str:

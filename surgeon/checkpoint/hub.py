@@ -6,14 +6,10 @@ HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS). In offline mode no sock
 
 from __future__ import annotations
 
-import contextlib
 import glob
-import os
-import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +27,17 @@ from surgeon.checkpoint.hub_calls import (
     bars_on_terminals_only,
     call_hub,
     check_id,
-    in_time,
     is_commit,
-    is_repo_id,
-    is_transient,
     offline,
-    refuse_call,
-    seconds_for,
 )
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
 from surgeon.checkpoint.weights import INDEX_FILE, choose_weights
-from surgeon.common.formatting import listed
 from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable, said_of
 from surgeon.grafts.bundle import CODE_FILE
 
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
-# Bytes of the answer with a list of ten thousand files.
-_ANSWER = 2_000_000
-# How often a branch is read when it moves to another commit during the download.
-_MOVES = 3
-_ATTEMPTS = 3
 _HEADERS_AT_ONCE = 8
 
 
@@ -74,24 +59,6 @@ def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | 
     return repo_id, named or revision
 
 
-@contextlib.contextmanager
-def _perhaps_a_path(name: str) -> Iterator[None]:
-    """Say in a refusal of a name without a revision what lies beside the path that may be meant by it."""
-    try:
-        yield
-    except BadInput as error:
-        parent, beside = Path(meant(name)).parent, []
-        if "/" in name and "@" not in name and not os.path.lexists(meant(name)):
-            with contextlib.suppress(OSError, ValueError):
-                entries = [each for each in parent.iterdir() if not each.name.startswith(".")]
-                beside = sorted(each.name for each in entries if each.is_dir() or each.suffix.lower() == ".gguf")
-        if not beside:
-            raise
-        there = f"{printable(name)}: no such folder ({printable(str(parent))}/ has {listed(beside)}); check the path"
-        why = str(error).removeprefix(f"{printable(name)}: ")
-        raise BadInput(f"{there}; on the Hub: {why}" if is_repo_id(name) else there) from None
-
-
 def locate(base: str, *, revision: str | None, code: bool = False, download: bool = True) -> Located:
     """Find a base: a local path, or `user/name[@revision]` on the Hub, downloaded into the cache where necessary.
 
@@ -100,22 +67,17 @@ def locate(base: str, *, revision: str | None, code: bool = False, download: boo
     cache is searched. Raises BadInput where the base is not found or gated, the revision is unknown, or the base is
     neither cached nor reachable.
     """
-    with _perhaps_a_path(base):
-        base = meant(base)
-        if Path(base).exists():
-            if revision is not None:
-                raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
-            return Located(Path(base))
-        repo_id, revision = id_and_revision(base, revision)
-        if offline() or not download:
-            return _cached(repo_id, revision)
-
-        def choose(repository: _Repository) -> list[str]:
-            """Return the names of side files, and of the weight files that transformers would load."""
-            names = [name for name in repository.files if _comes_along(name, repository.files[name], code=code)]
-            return [*names, *choose_weights(repository).files]
-
-        return _at_one_commit(repo_id, revision, choose)
+    base = meant(base)
+    if Path(base).exists():
+        if revision is not None:
+            raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
+        return Located(Path(base))
+    repo_id, revision = id_and_revision(base, revision)
+    if offline() or not download:
+        return _cached(repo_id, revision)
+    repository = _Repository.ask(repo_id, revision)
+    names = [name for name, size in repository.files.items() if _comes_along(name, size, code=code)]
+    return _downloaded(repository, revision, [*names, *choose_weights(repository).files])
 
 
 def locate_adapter(adapter: str) -> Located:
@@ -123,23 +85,14 @@ def locate_adapter(adapter: str) -> Located:
 
     Raises BadInput in the same cases as `locate`. A pickle is never downloaded.
     """
-    with _perhaps_a_path(adapter):
-        repo_id, revision = id_and_revision(adapter)
-        if offline():
-            return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
-
-        def choose(repository: _Repository) -> list[str]:
-            """Return the names of the adapter's files and side files.
-
-            Raises BadInput where the adapter's files are missing.
-            """
-            check_adapter_files(repository.files, repository.shown, repository.files)
-            beside = [
-                name for name, size in repository.files.items() if is_side_file(name) and size <= MAX_SIDE_FILE_BYTES
-            ]
-            return [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *beside]
-
-        return _at_one_commit(repo_id, revision, choose)
+    repo_id, revision = id_and_revision(adapter)
+    if offline():
+        return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
+    repository = _Repository.ask(repo_id, revision)
+    files = repository.files
+    check_adapter_files(files, repository.shown, files)
+    beside = [name for name, size in files.items() if is_side_file(name) and size <= MAX_SIDE_FILE_BYTES]
+    return _downloaded(repository, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *beside])
 
 
 def locate_delta(delta: str) -> Located:
@@ -147,26 +100,21 @@ def locate_delta(delta: str) -> Located:
 
     Raises BadInput in the same cases as `locate`. Only tensors and files that a delta may contain are downloaded.
     """
-    with _perhaps_a_path(delta):
-        delta = meant(delta)
-        if Path(delta).exists():
-            return Located(Path(delta))
-        repo_id, revision = id_and_revision(delta)
-        if offline():
-            return _snapshot(repo_id, revision, [DELTA_FILE], offline=True)
-
-        def choose(repository: _Repository) -> list[str]:
-            """Return the names of files that a delta may contain. Raises BadInput where this is no delta."""
-            if DELTA_FILE not in repository.files:
-                raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
-            return [
-                name
-                for name, size in repository.files.items()
-                if _comes_along(name, size, code=True)
-                or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
-            ]
-
-        return _at_one_commit(repo_id, revision, choose)
+    delta = meant(delta)
+    if Path(delta).exists():
+        return Located(Path(delta))
+    repo_id, revision = id_and_revision(delta)
+    if offline():
+        return _snapshot(repo_id, revision, [DELTA_FILE], offline=True)
+    repository = _Repository.ask(repo_id, revision)
+    if DELTA_FILE not in repository.files:
+        raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
+    names = [
+        name
+        for name, size in repository.files.items()
+        if _comes_along(name, size, code=True) or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
+    ]
+    return _downloaded(repository, revision, names)
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -176,13 +124,12 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
     reading a tensor raises BadInput. In offline mode the cached checkpoint is opened. Raises BadInput in the same cases
     as `locate` and `CheckpointFolder.open`.
     """
-    with _perhaps_a_path(repo_id):
-        repo_id, revision = id_and_revision(repo_id, revision)
-        if offline():
-            return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
-        repository = _Repository.ask(repo_id, revision)
-        with said_of(repository.shown):
-            return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
+    repo_id, revision = id_and_revision(repo_id, revision)
+    if offline():
+        return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
+    repository = _Repository.ask(repo_id, revision)
+    with said_of(repository.shown):
+        return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
 
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
@@ -196,36 +143,16 @@ def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: b
     return remote_folder(base, revision, trust_remote_code=trust_remote_code)
 
 
-def _at_one_commit(repo_id: str, revision: str | None, choose: Callable[[_Repository], list[str]]) -> Located:
-    """Download the files that `choose` selects from a repository, all at the commit that was listed.
-
-    The client receives the revision's name, so that its cache records which commit this revision was. Raises BadInput
-    where the revision moved to another commit at each of `_MOVES` attempts.
-    """
-    for _ in range(_MOVES):
-        repository = _Repository.ask(repo_id, revision)
-        names = choose(repository)
-        seconds = seconds_for(sum(repository.files.get(name, 0) for name in names))
-        found = _snapshot(repo_id, revision, names, within=seconds)
-        if found.revision == repository.commit:
-            return found
-    raise BadInput(
-        f"{printable(repo_id)}: {printable(revision or 'main')!r} moved to another commit each time that it was read;"
-        " wait, or name a commit"
-    )
-
-
 @dataclass(frozen=True)
 class _Repository:
     """One commit of a Hub repository, as a source of headers and small files.
 
-    `files` maps file names to sizes in bytes; `_sizes` gets the size of each shard when its header is read.
+    `files` maps file names to sizes in bytes.
     """
 
     repo_id: str
     commit: str
     files: dict[str, int]
-    _sizes: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def ask(cls, repo_id: str, revision: str | None) -> _Repository:
@@ -236,7 +163,6 @@ class _Repository:
             lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT),
             repo_id,
             revision,
-            within=seconds_for(_ANSWER),
         )
         files = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
         return cls(repo_id, _commit_of(info, repo_id), dict(sorted(files.items())))
@@ -280,7 +206,6 @@ class _Repository:
                 lambda: hf_hub_download(self.repo_id, name, revision=self.commit),
                 self.repo_id,
                 self.commit,
-                within=seconds_for(self.files.get(name, 0)),
             )
         folder = Path(path)
         for _ in name.split("/"):
@@ -291,7 +216,7 @@ class _Repository:
         """Do nothing: every file on the Hub is a regular file."""
 
     def headers(self, files: list[str]) -> dict[str, Header]:
-        """Return each shard's header by two requests: first the 8 bytes with its length, then the whole header.
+        """Return each shard's header by two requests: first the bytes with its length, then the whole header.
 
         Raises BadInput where a request fails or a header is damaged.
         """
@@ -299,72 +224,37 @@ class _Repository:
             return dict(zip(files, pool.map(self._header, files), strict=True))
 
     def _header(self, file: str) -> Header:
-        """Request and parse one shard's header, and remember the shard's size.
+        """Request and parse one shard's header. Raises BadInput where a request fails or the header is damaged."""
+        size = self.files[file]
+        length = header_length(self._prefix(file, 64), file=file, file_size=size)
+        return parse_header(self._prefix(file, 8 + length), file=file, file_size=size)
 
-        Raises BadInput where a request fails or the header is damaged.
-        """
-        first, size = self._prefix(file, 8)
-        # The Hub resolves a git-lfs pointer to its file; a mirror may send the pointer itself.
-        if first.startswith(b"version "):
-            raise BadInput(f"{printable(file)}: the server sent a git-lfs pointer, not the weights; check HF_ENDPOINT")
-        length = header_length(first, file=file, file_size=size)
-        prefix, _ = self._prefix(file, 8 + length)
-        self._sizes[file] = size
-        return parse_header(prefix, file=file, file_size=size)
-
-    def _prefix(self, file: str, count: int) -> tuple[bytes, int]:
-        """Return the first `count` bytes of a file and the size of the whole file in bytes.
-
-        Errors that may be temporary are retried after a pause. Raises BadInput for other errors, and after the last
-        attempt.
-        """
-        within = seconds_for(count)
-        for attempt in range(_ATTEMPTS - 1):
-            try:
-                return in_time(lambda: self._request(file, count), self.repo_id, within)
-            except Exception as error:
-                if not is_transient(error):
-                    refuse_call(error, self.repo_id, self.commit)
-            time.sleep(0.5 * 2**attempt)
-        return call_hub(lambda: self._request(file, count), self.repo_id, self.commit, within=within)
-
-    def _request(self, file: str, count: int) -> tuple[bytes, int]:
-        """Send one range request; return the first `count` bytes of a file and the size of the whole file in bytes.
-
-        Raises BadInput where the answer is compressed or reports no size; the client's errors are passed on.
-        """
+    def _prefix(self, file: str, count: int) -> bytes:
+        """Return the first `count` bytes of a file, by a range request. Raises BadInput where it fails."""
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import (  # type: ignore[attr-defined]
             build_hf_headers,
-            get_session,
             hf_raise_for_status,
+            http_stream_backoff,
         )
 
         headers = build_hf_headers() | {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
         url = hf_hub_url(self.repo_id, file, revision=self.commit)
-        with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
-            hf_raise_for_status(response)
-            encoding = response.headers.get("Content-Encoding", "identity")
-            if encoding.lower() != "identity":
-                # A compressed answer has neither the file's byte range nor its size.
-                raise BadInput(
-                    f"{self.shown}: {printable(file)}: the server sends it packed ({printable(encoding, 40)}), though"
-                    " it was asked not to; check HF_ENDPOINT and the proxy"
-                )
-            content = bytearray()
-            # A server that ignores ranges sends everything: close the connection when there is enough.
-            for piece in response.iter_bytes():
-                content += piece
-                if len(content) >= count:
-                    break
-            if response.status_code == 206:
-                sent, _, size = response.headers.get("Content-Range", "").partition("/")
-                size = size if sent.startswith("bytes 0-") else ""
-            else:
-                size = response.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,18}", size):
-            raise BadInput(f"{self.shown}: {printable(file)}: the Hub does not report its size; try again")
-        return bytes(content[:count]), int(size)
+
+        def ask() -> bytes:
+            """Request the bytes, and again after an error that may be temporary."""
+            content = b""
+            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+            with http_stream_backoff("GET", url, headers=headers, timeout=timeout) as response:
+                hf_raise_for_status(response)
+                # A server that ignores ranges sends everything: close the connection when there is enough.
+                for piece in response.iter_bytes():
+                    content += piece
+                    if len(content) >= count:
+                        break
+            return content[:count]
+
+        return call_hub(ask, self.repo_id, self.commit)
 
     def open_shard(self, file: str) -> int:
         """Raise BadInput: the weights were not downloaded."""
@@ -374,8 +264,8 @@ class _Repository:
         )
 
     def identity(self) -> list[dict[str, Any]]:
-        """Return the name, size and commit of every shard."""
-        return [{"name": file, "size": size, "commit": self.commit} for file, size in sorted(self._sizes.items())]
+        """Return the repository and its commit."""
+        return [{"repo_id": self.repo_id, "commit": self.commit}]
 
     def check_unchanged(self) -> None:
         """Do nothing: a commit does not change."""
@@ -389,12 +279,7 @@ def dataset_commit(repo_id: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
 
     shown = f"datasets/{repo_id}"
-    info = call_hub(
-        lambda: HfApi().dataset_info(repo_id, revision=revision, timeout=TIMEOUT),
-        shown,
-        revision,
-        within=seconds_for(_ANSWER),
-    )
+    info = call_hub(lambda: HfApi().dataset_info(repo_id, revision=revision, timeout=TIMEOUT), shown, revision)
     return _commit_of(info, shown)
 
 
@@ -418,16 +303,29 @@ def _comes_along(name: str, size: int, *, code: bool) -> bool:
 def _cached(repo_id: str, revision: str | None) -> Located:
     """Return the snapshot in the cache, without network access. Raises BadInput where a part of it is missing."""
     found = _snapshot(repo_id, revision, [CONFIG_FILE], offline=True)
-    weights = choose_weights(LocalSource(found.path), shown=printable(repo_id))
-    return _snapshot(repo_id, revision, [CONFIG_FILE, *weights.files], offline=True)
+    choose_weights(LocalSource(found.path), shown=printable(repo_id))
+    return found
 
 
-def _snapshot(
-    repo_id: str, revision: str | None, names: list[str], *, offline: bool = False, within: float | None = None
-) -> Located:
+def _downloaded(repository: _Repository, revision: str | None, names: list[str]) -> Located:
+    """Download files of a repository, all at the commit that was listed.
+
+    The client receives the revision's name, so that its cache records which commit this revision was. Raises BadInput
+    where the revision moved to another commit meanwhile.
+    """
+    found = _snapshot(repository.repo_id, revision, names)
+    if found.revision != repository.commit:
+        raise BadInput(
+            f"{repository.shown}: {printable(revision or 'main')!r} moved to another commit while it was read; run the"
+            " same command again, or name a commit"
+        )
+    return found
+
+
+def _snapshot(repo_id: str, revision: str | None, names: list[str], *, offline: bool = False) -> Located:
     """Download these files of a repository into the cache (`offline`: only look them up); return where they are.
 
-    Raises BadInput where the call fails or takes longer than `within` seconds (None: no limit).
+    Raises BadInput where the call fails.
     """
     from huggingface_hub import snapshot_download
 
@@ -441,7 +339,6 @@ def _snapshot(
             ),
             repo_id,
             revision,
-            within=within,
         )
     path = Path(found)
     return Located(path, repo_id, path.name)

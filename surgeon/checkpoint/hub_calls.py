@@ -1,4 +1,4 @@
-"""Calls to the Hub's client: ids, time limits, and the conversion of every error to one line."""
+"""Calls to the Hub's client: ids, and the conversion of every error to one line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from typing import Never, TypeVar
+from typing import Any, Never, TypeVar
 
 from surgeon.errors import BadInput, printable
 
@@ -17,8 +16,15 @@ REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Request timeout in seconds: how long the client waits for the next bytes.
 TIMEOUT = 20.0
-# The time limit of a call in seconds, and the number of bytes for which one more second is allowed.
-PATIENCE, SLOWEST = 60.0, 32_000
+_LOG_IN = "log in with a token that may do that (`hf auth login`, or a token in HF_TOKEN)"
+# Advice for HTTP codes; other codes are of the Hub's own trouble.
+_ADVICE = {
+    401: _LOG_IN,
+    403: _LOG_IN,
+    404: "check the name, and what the token may see",
+    409: "it changed meanwhile: look at it, then run the same command again",
+    412: "it changed meanwhile: look at it, then run the same command again",
+}
 
 
 def is_commit(revision: str) -> bool:
@@ -61,62 +67,18 @@ def bars_on_terminals_only() -> Iterator[None]:
         enable_progress_bars()
 
 
-def seconds_for(nbytes: int) -> float:
-    """Return the time limit in seconds for a transfer of `nbytes` bytes, also over a slow connection."""
-    return PATIENCE + nbytes / SLOWEST
+def call_hub(ask: Callable[[], _T], repo_id: str, revision: str | None = None, *, doing: str = "read it") -> _T:
+    """Return the result of the call `ask` to the client; every error becomes a BadInput of one line.
 
-
-def in_time(ask: Callable[[], _T], repo_id: str, within: float) -> _T:
-    """Return the result of `ask` if it arrives within `within` seconds; else raise BadInput.
-
-    Errors of `ask` are passed on. The client's own timeouts apply to each read: a server that sends a byte now and then
-    never exceeds them.
-    """
-    found: list[_T] = []
-    raised: list[BaseException] = []
-
-    def answer() -> None:
-        """Call `ask`, and store its result in `found` or its error in `raised`."""
-        try:
-            found.append(ask())
-        except BaseException as error:
-            raised.append(error)
-
-    # A daemon thread: when it is late, it is abandoned, and the program does not wait for it at exit.
-    asking = threading.Thread(target=answer, daemon=True, name="hub")
-    asking.start()
-    asking.join(within)
-    if raised:
-        raise raised[0]
-    if not found:
-        raise BadInput(
-            f"{printable(repo_id)}: the Hub has not answered in full within {within:.0f} s; check the network and"
-            " HF_ENDPOINT, then run the same command again"
-        )
-    return found[0]
-
-
-def call_hub(ask: Callable[[], _T], repo_id: str, revision: str | None, *, within: float | None = None) -> _T:
-    """Return the result of the call `ask` to the client; turn every error into a BadInput of one line.
-
-    With `within`, a call that takes longer than that many seconds raises BadInput too.
+    `doing` names the attempt in the error.
     """
     try:
-        return ask() if within is None else in_time(ask, repo_id, within)
+        return ask()
     except Exception as error:
-        refuse_call(error, repo_id, revision)
+        refuse_call(error, repo_id, revision, doing=doing)
 
 
-def is_transient(error: Exception) -> bool:
-    """Return whether a retry may help: after a broken connection, a server error or too many requests."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.HfHubHTTPError):
-        return error.response.status_code >= 500 or error.response.status_code == 429
-    return not isinstance(error, BadInput | MemoryError | errors.OfflineModeIsEnabled)
-
-
-def refuse_call(error: Exception, repo_id: str, revision: str | None) -> Never:
+def refuse_call(error: Exception, repo_id: str, revision: str | None = None, *, doing: str = "read it") -> Never:
     """Raise BadInput with one line and advice for an error of the client or of a library that it uses.
 
     A BadInput or MemoryError is raised again unchanged.
@@ -125,51 +87,48 @@ def refuse_call(error: Exception, repo_id: str, revision: str | None) -> Never:
 
     if isinstance(error, BadInput | MemoryError):
         raise error
-
     shown = printable(repo_id)
-    if isinstance(error, errors.GatedRepoError):
-        problem = (
-            f"gated: accept its conditions at {constants.ENDPOINT}/{shown}, then log in (`hf auth login`, or a token in"
-            " HF_TOKEN)"
-        )
-    elif isinstance(error, errors.RevisionNotFoundError):
-        named_by = "`revision:`" if repo_id.startswith("datasets/") else "`--revision`"
-        problem = f"has no revision {printable(revision or 'main')!r}; check {named_by}"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        problem = (
-            "no such folder here and no such repository on the Hub, or a private one; check the name, or log in"
-            " (`hf auth login`, or a token in HF_TOKEN)"
-        )
-    elif isinstance(error, errors.HfHubHTTPError):
-        problem = _status(error.response.status_code)
+    answer: BaseException | None = error
+    while answer is not None and not isinstance(answer, errors.HfHubHTTPError):
+        answer = answer.__cause__ or answer.__context__
+    if answer is not None:
+        problem = _answer(answer, shown, revision, doing)
     elif constants.HF_HUB_OFFLINE or isinstance(error, errors.OfflineModeIsEnabled):
         problem = (
             "offline (HF_HUB_OFFLINE), and the cache does not hold all of it; run once online, or give a local folder"
         )
     elif isinstance(error, PermissionError):
-        problem = f"the Hub's cache cannot be written ({first_line(error)}); set HF_HOME to a folder of yours"
+        problem = f"the Hub's cache cannot be written ({root_cause(error)}); set HF_HOME to a folder of yours"
     else:
-        problem = f"the Hub cannot be reached ({first_line(error)}); check the network, then run the same command again"
+        problem = (
+            f"the Hub cannot be reached, or does not {doing} ({root_cause(error)}); check the network, then run the"
+            " same command again"
+        )
     raise BadInput(f"{shown}: {problem}") from error
 
 
-def _status(code: int) -> str:
-    """Return a description of an HTTP error code of the Hub, with advice."""
-    if code in (401, 403):
+def _answer(error: Any, shown: str, revision: str | None, doing: str) -> str:
+    """Return a description of an HTTP error of the Hub, with advice."""
+    from huggingface_hub import constants, errors
+
+    said = printable(" ".join((error.server_message or "").split()))
+    detail = f" ({said})" if said else ""
+    if isinstance(error, errors.GatedRepoError):
+        return f"gated{detail}: accept its conditions at {constants.ENDPOINT}/{shown}, then {_LOG_IN}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"has no revision {printable(revision or 'main')!r}{detail}; check `--revision`"
+    if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"access refused by the Hub ({code}); log in with a token that may read it (`hf auth login`, or HF_TOKEN)"
+            f"no such folder here and no such repository on the Hub, or a private one{detail}; check the name, or"
+            f" {_LOG_IN}"
         )
-    if code == 404:
-        return "a file that the listing names is not there (404); try again"
-    if code == 429:
-        return "the Hub answers too many requests (429); wait some minutes, or log in for a higher limit"
-    return f"the Hub answers {code}; try again later"
+    code = error.response.status_code
+    advice = _ADVICE.get(code, "wait some minutes, then run the same command again")
+    return f"the Hub refuses to {doing} ({code}){detail}; {advice}"
 
 
-def first_line(error: BaseException) -> str:
-    """Return the type and first line of the error's root cause."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return printable(f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__)
+def root_cause(error: BaseException) -> str:
+    """Return the type and text of the error's root cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return printable(f"{type(error).__name__}: {' '.join(str(error).split())}", 300)

@@ -1,4 +1,4 @@
-"""Byte ranges of open files: hashing, copying (by the kernel where possible), and writing in the background.
+"""Byte ranges of open files: hashing, copying (by the kernel where possible), and writing.
 
 Reading and hashing release the interpreter's lock, so that another thread can copy at the same time.
 """
@@ -9,11 +9,8 @@ import errno
 import functools
 import hashlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
 
 from surgeon.errors import BadInput, printable
 
@@ -26,8 +23,6 @@ _KERNEL_CHUNK = 64 * 1024 * 1024
 _BUFFER = 8 * 1024 * 1024
 # The errors of a kernel, or a pair of file systems, without support for copy_file_range.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
-# How many tensors may wait while one is written.
-_WAITING = 2
 
 
 def pieces_of(fd: int, begin: int, end: int, most: int) -> Iterator[memoryview]:
@@ -176,38 +171,3 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
 def reserve(fd: int, size: int) -> None:
     """Make the file `size` bytes long; ranges that are never written are holes: zeros that take no disk space."""
     os.ftruncate(fd, size)
-
-
-class WriteBehind:
-    """A thread that writes to an open file, in order. An error is raised at the next `write`, or at the end.
-
-    When the `with` block ends, everything is written; when it ends with an error, waiting data is dropped.
-    """
-
-    def __init__(self, target: int, advance: Callable[[int], None]) -> None:
-        self._target = target
-        self._advance = advance
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-behind")
-        self._pending: deque[Future[None]] = deque()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait until everything is written, or drop waiting data where the block ended with an error."""
-        try:
-            while kind is None and self._pending:
-                self._pending.popleft().result()
-        finally:
-            self._writer.shutdown(wait=True, cancel_futures=True)
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """Schedule `data` to be written at `offset`; block while the queue is full. The caller must not change it."""
-        while len(self._pending) > _WAITING or (self._pending and self._pending[0].done()):
-            self._pending.popleft().result()
-        self._pending.append(self._writer.submit(self._put, data, offset))
-
-    def _put(self, data: memoryview, offset: int) -> None:
-        """Write `data` at `offset` and report its size in bytes to `advance`; runs in the writer's thread."""
-        write_all(self._target, data, offset)
-        self._advance(len(data))

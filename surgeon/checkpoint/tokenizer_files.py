@@ -271,14 +271,6 @@ def _value_at(text: str, path: tuple[str, ...]) -> tuple[int, int]:
     return begin, end
 
 
-def value_in(text: str, *path: str) -> Any:
-    """Return the value at a path of keys; only this value is parsed.
-
-    Raises ValueError, or StopIteration where it is missing.
-    """
-    return json.loads(text[slice(*_value_at(text, path))])
-
-
 def _members(text: str, at: int) -> Iterator[tuple[str, int, int]]:
     """Yield (key, begin, end) for each member of the object that begins at `at`; begin and end are the value's."""
     at = _skip(text, at + 1)

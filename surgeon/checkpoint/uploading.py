@@ -7,19 +7,23 @@ sends only the missing blobs. The files of a push appear together or not at all.
 from __future__ import annotations
 
 import hashlib
-import logging as levels
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never, TypeVar
+from typing import Any
 
-from surgeon.checkpoint.hub_calls import TIMEOUT, bars_on_terminals_only, first_line, is_commit, is_repo_id, offline
+from surgeon.checkpoint.hub_calls import (
+    TIMEOUT,
+    bars_on_terminals_only,
+    call_hub,
+    is_commit,
+    is_repo_id,
+    offline,
+    refuse_call,
+)
 from surgeon.errors import BadInput, printable
 
-_T = TypeVar("_T")
-_AGAIN = "run the same command again: it goes on with a push that has begun"
 # Request timeout in seconds while a commit is made: the Hub checks every file of it.
 _SILENCE = 120.0
 
@@ -122,7 +126,7 @@ def check_token(to: Destination) -> None:
             # This request has a strict rate limit; the push itself will show what the token may do.
             return
         except Exception as error:
-            _refuse(error, to, "look up the token's account")
+            refuse_call(error, to.shown, doing="look up the token's account")
     token = (account.get("auth") or {}).get("accessToken") or {}
     if token.get("role") == "read":
         raise BadInput(f"{to.shown}: the token can only read; {how}")
@@ -146,17 +150,17 @@ def look(to: Destination) -> Repository:
     with _with_timeout():
         try:
             info = ask(to.branch)
-        except RevisionNotFoundError:
+        except RevisionNotFoundError as error:
             if to.branch is None or to.branch.startswith("refs/"):
-                raise BadInput(f"{to.shown}: no such revision; give `--revision` a branch, or leave it out") from None
+                refuse_call(error, to.shown, to.branch)
             branches_off = True
-            info = _call(lambda: ask(None), to, "read the repository")
-        except RepositoryNotFoundError as error:
-            if isinstance(error, GatedRepoError):
-                _refuse(error, to, "read the repository")
+            info = call_hub(lambda: ask(None), to.shown)
+        except GatedRepoError as error:
+            refuse_call(error, to.shown)
+        except RepositoryNotFoundError:
             return Repository(to.repo_id, exists=False, commit=None, private=None, files={})
         except Exception as error:
-            _refuse(error, to, "read the repository")
+            refuse_call(error, to.shown)
     files = {
         entry.rfilename: RemoteFile(
             size=entry.size or 0, sha256=entry.lfs.sha256 if entry.lfs else None, blob=entry.blob_id
@@ -173,7 +177,6 @@ def send(
     stale: Sequence[str],
     *,
     message: str,
-    say: Callable[[str], None],
     check_unchanged: Callable[[], None],
 ) -> Commit:
     """Upload `files` and commit them, deleting the `stale` files; create the repository and branch where necessary.
@@ -185,28 +188,33 @@ def send(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
-    with _with_timeout(), bars_on_terminals_only(), _warnings_shown(say):
+    with _with_timeout(), bars_on_terminals_only():
         if not before.exists:
-            _call(
+            call_hub(
                 # Fail if it exists after all: it may be public, which nobody has checked.
                 lambda: api.create_repo(to.repo_id, private=not to.public, exist_ok=False),
-                to,
-                "create the repository",
+                to.shown,
+                doing="create the repository",
             )
         if to.branch is not None and (before.branches_off or not before.exists):
             branch = to.branch
-            _call(lambda: api.create_branch(to.repo_id, branch=branch, exist_ok=True), to, "create the branch")
+            call_hub(
+                lambda: api.create_branch(to.repo_id, branch=branch, exist_ok=True),
+                to.shown,
+                doing="create the branch",
+            )
         added = [CommitOperationAdd(name, content) for name, content in files.items()]
-        _call(
+        call_hub(
             lambda: api.preupload_lfs_files(
                 to.repo_id, added, revision=to.branch, create_pr=to.pull_request, free_memory=False
             ),
-            to,
-            "write to the repository",
+            to.shown,
+            to.branch,
+            doing="write to the repository",
         )
         check_unchanged()
         operations: list[Any] = [*added, *(CommitOperationDelete(name) for name in stale)]
-        made = _call(
+        made = call_hub(
             lambda: api.create_commit(
                 to.repo_id,
                 operations,
@@ -215,8 +223,9 @@ def send(
                 create_pr=to.pull_request,
                 parent_commit=before.commit,
             ),
-            to,
-            "write to the repository",
+            to.shown,
+            to.branch,
+            doing="write to the repository",
         )
     return Commit(commit=made.oid, url=made.commit_url, pull_request=made.pr_url)
 
@@ -235,12 +244,8 @@ def _digest(algorithm: str, content: Path | bytes, prefix: bytes = b"") -> str:
 
 @contextmanager
 def _with_timeout() -> Iterator[None]:
-    """Set a request timeout, which the client lacks, and silence the client's messages about retries.
-
-    Both are reset when the block ends.
-    """
+    """Set a request timeout, which the client lacks, until the block ends."""
     from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import logging
     from huggingface_hub.utils._http import default_client_factory
 
     def factory() -> Any:
@@ -249,94 +254,14 @@ def _with_timeout() -> Iterator[None]:
         client.timeout = type(client.timeout)(_SILENCE, connect=TIMEOUT)
         return client
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(levels.ERROR)
     set_client_factory(factory)
     try:
         yield
     finally:
         set_client_factory(default_client_factory)
-        logging.set_verbosity(verbosity)
-
-
-@contextmanager
-def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
-    """Report the client's warnings to `say` when the block ends, for example about unknown metadata."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for warning in caught:
-        # Deprecations are for the authors of libraries, not for the user.
-        if not issubclass(warning.category, DeprecationWarning | PendingDeprecationWarning):
-            say(printable(" ".join(str(warning.message).split()), 400))
 
 
 def _refuse_offline(to: Destination) -> None:
     """Raise BadInput where the client's environment forbids network access."""
     if offline():
         raise BadInput(f"{to.shown}: offline (HF_HUB_OFFLINE); pushing needs the network")
-
-
-def _call(ask: Callable[[], _T], to: Destination, what: str) -> _T:
-    """Return the result of the call `ask` to the client.
-
-    Every error becomes a BadInput that names the attempt `what`.
-    """
-    try:
-        return ask()
-    except Exception as error:
-        _refuse(error, to, what)
-
-
-def _refuse(error: Exception, to: Destination, what: str) -> Never:
-    """Raise BadInput with one line: the Hub's answer, what the token lacks, and what to do."""
-    from huggingface_hub import errors
-
-    if isinstance(error, BadInput | MemoryError):
-        raise error
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, errors.HfHubHTTPError):
-        found = found.__cause__ or found.__context__
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        problem = "offline (HF_HUB_OFFLINE); pushing needs the network"
-    elif isinstance(found, errors.HfHubHTTPError):
-        problem = _answer(found, to, what)
-    elif "Invalid metadata in README.md" in str(error):
-        lines = [line.strip("- ") for line in str(error).splitlines()[1:] if line.strip()]
-        problem = f"the Hub refuses the card's metadata ({printable('; '.join(lines))}); correct README.md"
-    elif isinstance(error, ValueError):
-        # The client could not read the answer: an error page where JSON was expected, a refused upload.
-        problem = f"the Hub's answer cannot be read ({first_line(error)}) while trying to {what}; {_AGAIN}"
-    else:
-        problem = f"the connection broke, or the Hub cannot be reached ({first_line(error)}); {_AGAIN}"
-    raise BadInput(f"{to.shown}: {problem}") from error
-
-
-def _answer(error: Any, to: Destination, what: str) -> str:
-    """Return a description of an HTTP error of the Hub during the attempt `what`, with advice."""
-    from huggingface_hub import constants, errors
-
-    code = error.response.status_code
-    said = printable(" ".join((error.server_message or "").split()))
-    detail = f" ({said})" if said else ""
-    namespace = to.repo_id.partition("/")[0]
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"no such revision{detail}; give `--revision` a branch, or refs/pr/N to continue a pull request"
-    if isinstance(error, errors.GatedRepoError):
-        return f"gated{detail}; ask its owner for access, or push elsewhere"
-    if code == 401 and not isinstance(error, errors.RepositoryNotFoundError):
-        return f"the Hub does not accept the token (401){detail}; log in again (`hf auth login`, or HF_TOKEN)"
-    if isinstance(error, errors.RepositoryNotFoundError) or code == 404:
-        return f"no such repository, or the token may not see it ({code}){detail}; check the name and the token"
-    if code == 403:
-        return (
-            f"the token may not {what} (403){detail}; it needs write access to the repositories of {namespace}"
-            f" ({constants.ENDPOINT}/settings/tokens), or use --pr"
-        )
-    if code in (409, 412):
-        return f"the repository changed during the push ({code}){detail}; look at it, then run the same command again"
-    if code == 429:
-        return f"the Hub answers too many requests (429){detail}; wait some minutes, then {_AGAIN}"
-    if code >= 500:
-        return f"the Hub has an error of its own ({code}){detail}; wait, then {_AGAIN}"
-    return f"the Hub refuses to {what} ({code}){detail}"

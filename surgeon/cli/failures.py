@@ -11,7 +11,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 import typer
@@ -83,98 +82,17 @@ def _plugins_named() -> Iterator[None]:
         raise
 
 
-# Replacements for typer's words about a number beyond its bounds.
-_BOUNDS = {
-    "Input should be greater than or equal to": "it must be at least",
-    "Input should be less than or equal to": "it must be at most",
-}
-
-
 class Command(TyperCommand):
-    """A command that asks, where its arguments are refused, whether two of them were swapped."""
+    """A command that refuses empty arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; errors about values use surgeon's own words.
-
-        Raises BadInput for an empty argument, which `Path` would read as the current folder.
-        """
+        """Read the arguments. Raises BadInput for an empty one, which `Path` would read as the current folder."""
         for number, given in enumerate(args, 1):
             if not given or (given.startswith("--") and given.endswith("=")):
                 raise BadInput(
                     f"argument {number} of `{ctx.info_name}` is empty; is it a variable of the shell that is not set?"
                 )
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            # typer describes expected values in pydantic's words.
-            for theirs, ours in _TYPES_OF_VALUES.items():
-                if theirs in error.message:
-                    error.message = f"it takes {ours}"
-            for theirs, ours in _BOUNDS.items():
-                error.message = error.message.replace(theirs, ours)
-            raise
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except Mistakes as error:
-            # In a file of another kind every line is wrong: show one mistake and the hint.
-            hint = mixed_up_arguments(ctx)
-            if hint and error.lines[0].startswith(hint.partition(" is ")[0]):
-                raise BadInput(f"{error.lines[0]}; {hint}") from error
-            raise
-        except BadInput as error:
-            hint = "" if "did you mean" in str(error) else mixed_up_arguments(ctx)
-            # An argument of another kind explains only what is said of itself.
-            if hint.startswith("did you swap") or (hint and str(error).startswith(hint.partition(" is ")[0])):
-                raise BadInput(f"{error}; {hint}") from error
-            raise
-
-
-_TYPES_OF_VALUES = {"valid integer": "a whole number", "valid number": "a number", "valid boolean": "true or false"}
-
-
-def mixed_up_arguments(ctx: typer.Context) -> str:
-    """Return a question whether arguments were swapped, by their names in the help; "" where nothing suggests it."""
-    from surgeon.checkpoint.kinds import CHECKPOINTS, NAME, NEW, Argument, Kind, mixed_up
-
-    outputs: dict[str, set[Kind]] = {
-        "apply": {NEW, NAME},
-        "train": {*CHECKPOINTS},
-        "verify": {"an output of surgeon", NAME},
-        # OUT may be a base into which an adapter is merged; DEST is then the adapter's folder.
-        "merge": {*CHECKPOINTS, NAME},
-    }
-    takes: dict[str, set[Kind]] = {
-        "PLAN": {"a delta", NAME} if ctx.params.get("delta") else {"a plan", NAME},
-        "BASE": {*CHECKPOINTS, NAME},
-        "OUT": outputs.get(str(ctx.command.name), {"an output of surgeon"}),
-        "DEST": {NEW, NAME, "a folder"},
-        "RUN": {NEW, NAME},
-        "MODEL…": {*CHECKPOINTS, NAME},
-        "DATA": {"a file", "a folder", "a data file", "a training config"},
-        "TRAIN.YAML": {"a training config"},
-        "TASKS": {"a tasks file", NAME},
-        "STUDY": {"a study", NAME},
-        "RESULTS": {NEW, NAME, "a folder"},
-        "CHECKPOINT": {*CHECKPOINTS, NAME},
-        "A": {*CHECKPOINTS},
-        "B": {*CHECKPOINTS},
-        "REPO": {NAME},
-        "--base": {*CHECKPOINTS, NAME},
-        "--text": {"a file"},
-    }
-    arguments = []
-    for parameter in ctx.command.params:
-        called = parameter.metavar or parameter.opts[0]
-        given = ctx.params.get(parameter.name or "")
-        # A repeatable argument is examined only where it was given once.
-        if isinstance(given, list) and len(given) == 1:
-            given = given[0]
-        if called in takes and isinstance(given, str | Path):
-            arguments.append(Argument(called, str(given), frozenset(takes[called])))
-    return mixed_up(arguments)
+        return super().parse_args(ctx, args)
 
 
 def _stop_writing(where: str | None) -> None:

@@ -26,20 +26,6 @@ def complete_shipped(incomplete: str) -> list[str]:
     return [name for name in shipped.shipped_plans() if name.startswith(incomplete)]
 
 
-def _complete_study(incomplete: str) -> list[str]:
-    """Return completions: shipped studies."""
-    from surgeon.plan import shipped
-
-    return [name for name in shipped.shipped_studies() if name.startswith(incomplete)]
-
-
-def _complete_tasks(incomplete: str) -> list[str]:
-    """Return completions: shipped tasks files."""
-    from surgeon.plan import shipped
-
-    return [name for name in shipped.shipped_tasks() if name.startswith(incomplete)]
-
-
 def _named_texts(given: list[str]) -> dict[str, Path | None]:
     """Return the files of `--text NAME=FILE` by name. Raises BadInput for another form, or a repeated name."""
     named: dict[str, Path | None] = {}
@@ -163,9 +149,7 @@ SPELLINGS = {
     "evaluate.kl": _S("measure KL(first ‖ model) too: how far each is from the first, with both in memory"),
     "evaluate.dtype": _S(f"run the models {_DTYPES}"),
     "evaluate.labels": _S("the texts have labels, and the models a classification head"),
-    "continual.tasks": _S(
-        "tasks file, or name of a shipped one (`surgeon plans`)", "TASKS", kind=str, complete=_complete_tasks
-    ),
+    "continual.tasks": _S("tasks file, or name of a shipped one (`surgeon plans`)", "TASKS", kind=str),
     "continual.run": _S("folder of the model after the last task; of a file with rows, of a run for each", "RUN"),
     "continual.overrides": _S(
         "a value in place of the file's: train.steps=10; may be given again", "KEY=VALUE", "--set"
@@ -174,7 +158,7 @@ SPELLINGS = {
     "continual.row": _S("run this row alone", "NAME"),
     "continual.keep": _S("keep the earlier tasks' models, in RUN-tasks"),
     "continual.device": _S("auto, cpu, cuda"),
-    "compare.study": _S("study file, or name of a shipped study", "STUDY", kind=str, complete=_complete_study),
+    "compare.study": _S("study file, or name of a shipped study", "STUDY", kind=str),
     "compare.overrides": _S(
         "a value in place of the study's: steps=100, documents=8; may be given again", "KEY=VALUE", "--set"
     ),
@@ -218,7 +202,6 @@ SPELLINGS = {
     "push.force": _S("push although a check fails, or over a model that is not surgeon's"),
     "push.license": _S("licence for the card, where the base's is unknown: apache-2.0, mit, …"),
     "push.base_model": _S("the base's id on the Hub for the card, where it was a folder: user/name"),
-    "push.delta": _S("push only what the base of the last surgery lacks"),
     "diff.a": _S("a checkpoint's folder", "A"),
     "diff.b": _S("another checkpoint's folder", "B"),
     "diff.exact": _S("read both, even where a manifest records one of them"),

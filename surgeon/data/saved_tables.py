@@ -11,7 +11,7 @@ from struct import error as StructError
 from struct import unpack_from
 from typing import Any
 
-from surgeon.checkpoint.hub_calls import first_line
+from surgeon.checkpoint.hub_calls import root_cause
 from surgeon.checkpoint.source import open_regular, read_capped
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
@@ -78,7 +78,7 @@ def _check_uncompressed(file: Any, path: Path) -> None:
                 raise BadInput(f"{printable(str(path))}: compressed columns, which unpack to an unknown size; {_AGAIN}")
     except (pyarrow.ArrowException, OSError, ValueError, StructError) as error:
         raise BadInput(
-            f"{printable(str(path))}: no Arrow file that can be read ({first_line(error)}); {_AGAIN}"
+            f"{printable(str(path))}: no Arrow file that can be read ({root_cause(error)}); {_AGAIN}"
         ) from None
 
 

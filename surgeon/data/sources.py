@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from surgeon.checkpoint.hub import dataset_commit
-from surgeon.checkpoint.hub_calls import REPO_ID, bars_on_terminals_only, first_line, is_commit, offline
+from surgeon.checkpoint.hub_calls import REPO_ID, bars_on_terminals_only, is_commit, offline, root_cause
 from surgeon.common.child import Child, Failed, Limited
 from surgeon.common.installation import lacking
 from surgeon.common.schema import BEGIN, TEMPLATE
@@ -230,7 +230,7 @@ def saved_table(folder: Path, split: str | None, rows: Rows) -> Table:
         except Exception as error:
             raise BadInput(
                 f"{printable(str(folder))}: looks like a folder saved by `datasets`, and cannot be read"
-                f" ({first_line(error)}); save it again, or name a file"
+                f" ({root_cause(error)}); save it again, or name a file"
             ) from error
     shown = str(folder)
     if isinstance(found, library.DatasetDict):
@@ -309,7 +309,7 @@ def _problem(error: Exception) -> str:
         return f"{said}; run once online"
     if isinstance(error, FileNotFoundError):
         return "some of its files cannot be downloaded; check the network, then run the same command again"
-    return f"cannot be read ({first_line(error)})"
+    return f"cannot be read ({root_cause(error)})"
 
 
 def _library(shown: str) -> Any:

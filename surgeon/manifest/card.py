@@ -59,7 +59,7 @@ def card(
     base_model, auto = base_model_of(manifest, metadata), _auto_class(config)
     done = [_done(manifest), _proof(manifest, list(verified))]
     if delta:
-        body = [*_delta(manifest, base_model, repo_id, auto, sizes), *done]
+        body = [*_delta(manifest, base_model, auto, sizes), *done]
     else:
         loading = [_loading(manifest, config, repo_id, auto), _training(manifest, repo_id), _undoing(manifest)]
         body = [_sizes(manifest, sizes), *done, *loading]
@@ -67,9 +67,7 @@ def card(
     return "\n".join(part for part in [*head, *body, _license(metadata), _papers(manifest)] if part).encode()
 
 
-def _delta(
-    manifest: Manifest, base_model: str | None, repo_id: str | None, auto: str, sizes: Mapping[str, int]
-) -> list[str]:
+def _delta(manifest: Manifest, base_model: str | None, auto: str, sizes: Mapping[str, int]) -> list[str]:
     """Return the part of a delta's card on what the delta lacks and how to restore the output."""
     base = base_model if manifest.base.revision and base_model == manifest.base.id else "BASE"
     commit = manifest.base.revision or ""
@@ -82,7 +80,7 @@ def _delta(
         f"**This is a delta**: {len(sizes)} tensors ({sum(sizes.values()):,} parameters) that the base lacks. It does"
         " not load by itself.\n",
         "## How to put it back\n",
-        _fenced(f"surgeon apply --delta {repo_id or 'THIS'} {base} OUT{pinned}", "sh") + "\n",
+        _fenced(f"surgeon apply --delta THIS {base} OUT{pinned}", "sh") + "\n",
         f"The base is what the last surgery found: {_code(manifest.base.id)}{at}.{earlier} Each of its"
         f" {len(manifest.base.tensors)} tensors is compared with its sha256 in `{MANIFEST_FILE}`; OUT is the output"
         " byte for byte, or is not written. Then:\n",

@@ -165,20 +165,31 @@ def compare_models(
     steps = decoded_steps(ids, decode_tokens)
     dtype = str(base.dtype).removeprefix("torch.")
     results = []
-    for mode in (PREFILL, CACHED_DECODE) if steps > 0 else (PREFILL,):
+    for mode in modes_of(steps):
         tally = Tally(mode, dtype, new)
         for batch_BT in torch.split(ids.to(device), batch_size):
             with torch.inference_mode():
-                if mode == PREFILL:
-                    passes = zip([prefilled(base, batch_BT)], [prefilled(out, batch_BT)], strict=True)
-                    targets = iter([next_tokens(batch_BT)])
-                else:
-                    passes = zip(decoded(base, batch_BT, steps), decoded(out, batch_BT, steps), strict=True)
-                    targets = decoded_targets(batch_BT, steps)
-                for base_BTV, out_BTV in passes:
-                    tally.add(base_BTV, out_BTV, next(targets))
+                for logits in logits_of_both(base, out, batch_BT, mode, steps):
+                    tally.add(*logits)
         results.append(tally.result())
     return results
+
+
+def modes_of(steps: int) -> tuple[str, ...]:
+    """Return the modes in which two models are compared: prefill, and cached decode where tokens are decoded."""
+    return (PREFILL, CACHED_DECODE) if steps else (PREFILL,)
+
+
+def logits_of_both(
+    base: Any, out: Any, batch_BT: Tensor, mode: str, steps: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield (the base's logits, the output's, the tokens that follow), for each pass of both models in a mode."""
+    if mode == PREFILL:
+        yield prefilled(base, batch_BT), prefilled(out, batch_BT), next_tokens(batch_BT)
+        return
+    # The token that follows the prefilled part, then the token that follows each decoded one.
+    targets = torch.split(next_tokens(batch_BT)[:, -steps - 1 :], 1, dim=1)
+    yield from zip(decoded(base, batch_BT, steps), decoded(out, batch_BT, steps), targets, strict=True)
 
 
 def compare_with_image(
@@ -268,11 +279,6 @@ def decoded_steps(ids: Tensor, decode_tokens: int) -> int:
     return min(decode_tokens, ids.shape[1] - 1)
 
 
-def decoded_targets(ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
-    """Yield the token that follows the prefilled part, then the token that follows each decoded one."""
-    return iter(torch.split(next_tokens(ids_BT)[:, -steps - 1 :], 1, dim=1))
-
-
 def prefilled(model: Any, ids_BT: Tensor) -> Tensor:
     """Return the logits of a whole window, computed without a cache."""
     with running(model):
@@ -280,7 +286,7 @@ def prefilled(model: Any, ids_BT: Tensor) -> Tensor:
     return logits_BTV
 
 
-def cached(model: Any, ids_BT: Tensor, cache: dict[str, Any]) -> Tensor:
+def _cached(model: Any, ids_BT: Tensor, cache: dict[str, Any]) -> Tensor:
     """Run these tokens into a cache and return the logits of the last one, (batch, 1, vocabulary).
 
     `cache` holds the model's cache by argument name; where it is empty, it gets the cache that the model makes.
@@ -296,22 +302,18 @@ def cached(model: Any, ids_BT: Tensor, cache: dict[str, Any]) -> Tensor:
     return logits_BTV if logits_BTV.shape[1] == 1 else logits_BTV[:, -1:].clone()
 
 
-def takes_dynamic_cache(model: Any) -> bool:
-    """Return whether transformers lets a model use a DynamicCache; some models use only their own (MiniMax)."""
-    return bool(getattr(model, "_supports_default_dynamic_cache", lambda: True)())
-
-
 def decoded(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
     """Yield the logits (batch, 1, vocabulary) at the end of the prefilled part, then after each cached step."""
     from transformers import DynamicCache
 
     cache: dict[str, Any] = {}
-    if takes_dynamic_cache(model):
+    # Some models use only a cache of their own (MiniMax).
+    if getattr(model, "_supports_default_dynamic_cache", lambda: True)():
         with running(model):
             cache[cache_argument(model)] = DynamicCache(config=model.config)
-    yield cached(model, ids_BT[:, :-steps], cache)
+    yield _cached(model, ids_BT[:, :-steps], cache)
     for step_B1 in torch.split(ids_BT[:, -steps:], 1, dim=1):
-        yield cached(model, step_B1, cache)
+        yield _cached(model, step_B1, cache)
 
 
 class Tally:

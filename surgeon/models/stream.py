@@ -2,20 +2,17 @@
 
 The model is built on the meta device. Hooks load the weights of one unit (a decoder layer, the embedding, the final
 norm, the output head) from the shards just before it runs, and free them right after. Matrices outside the layers stay
-in their file: embeddings read the rows they look up, the head a block of rows at a time (stored_matrix.py). With
-`by_matrix` the matrices of layers' linear modules stay in their file too. The forward is transformers' own, so masks,
-caches and scaling are those of the model type.
+in their file: embeddings read the rows they look up, the head a block of rows at a time (stored_matrix.py). The forward
+is transformers' own, so masks, caches and scaling are those of the model type.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +27,6 @@ from surgeon.checkpoint.ranges import fill
 from surgeon.checkpoint.weights import quantisation
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.models import lockstep
 from surgeon.models.load import (
     HEAD,
     HEADLESS,
@@ -54,8 +50,7 @@ class StreamedModel:
     `stored_as` gives for each tensor of the model the names of the stored tensors it is made from. The names and shapes
     of all stored tensors are checked before anything runs; it raises `failure` where they do not fit the config. `more`
     is the number of its token rows that the model it is compared with does not have; the head's blocks are cut before
-    them. `by_matrix`: the matrices of layers' linear modules stay in their file too, and forwards may run side by side
-    (lockstep.py).
+    them.
     """
 
     def __init__(
@@ -67,7 +62,6 @@ class StreamedModel:
         attention: Attention | None = None,
         failure: type[SurgeonError] = BadInput,
         more: int = 0,
-        by_matrix: bool = False,
     ) -> None:
         self.folder, self.device, self.failure = folder, torch.device(device), failure
         if quantisation(folder.config) is not None:
@@ -84,19 +78,17 @@ class StreamedModel:
         self.layers = self._decoder_layers()
         # Units (by id) whose weights are not loaded: layers that are left out.
         self.skipped: set[int] = set()
-        self._more, self.by_matrix = more, by_matrix
+        self._more = more
         # How many first numbers of the residual stream digests cover; None: all of them.
         self.digest_width: int | None = None
-        # Separate for each forward (thread), where they run side by side.
-        self._digests = threading.local()
+        self._digests: list[bytes] = []
         self._move_buffers()
         self._hook_units()
 
     def take_digests(self) -> list[bytes]:
         """Return and clear the digests of the last forward: of the first layer's input, then of each layer's output."""
-        digests: list[bytes] = getattr(self._digests, "taken", [])
-        self._digests.taken = []
-        return digests
+        taken, self._digests = self._digests, []
+        return taken
 
     def _chosen_dtype(self, dtype: str | torch.dtype, config: Any) -> torch.dtype:
         """Set and return the dtype: the given one, else the config's, else the first stored tensor's (as
@@ -166,70 +158,44 @@ class StreamedModel:
 
     def _hook_units(self) -> None:
         """Hook every decoder layer as a whole, and every other module that owns parameters itself."""
-        self._places = {id(module): place for place, module in enumerate(self.module.modules())}
-        self.module.register_forward_pre_hook(_count_pass)
         names = {id(module): name for name, module in self.module.named_modules()}
         inside = {id(part) for layer in self.layers for part in layer.modules()}
         for layer in self.layers:
-            self._hook(layer, [(names[id(part)], part) for part in layer.modules()], layer=True)
+            self._hook(layer, [(names[id(part)], part) for part in layer.modules()])
         for name, module in self.module.named_modules():
             if id(module) not in inside and module._parameters:
-                self._hook(module, [(name, module)], layer=False)
+                # A model may ask a parameter for its device before the module runs (Llama 4), so set matrices now.
+                for key, value in module._parameters.items():
+                    full = f"{name}.{key}" if name else key
+                    if value is not None and self._stays(full):
+                        module._parameters[key] = self._in_file(full, value)
+                self._hook(module, [(name, module)])
         # Registered after the hooks that load and free weights, so that the digest is taken when they are freed.
         self.layers[0].register_forward_pre_hook(self._digest_input, with_kwargs=True)
         for layer in self.layers:
             layer.register_forward_hook(self._digest_output)
 
-    def _hook(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], *, layer: bool) -> None:
-        """Have a unit's weights read before it runs and freed after it; `owners` are its modules by name.
-
-        With `layer` the unit is a decoder layer: forwards wait to enter it together, so that its weights are read once.
-        """
+    def _hook(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
+        """Have a unit's weights read before it runs and freed after it; `owners` are its modules by name."""
         slots = [
-            (owner, key, f"{prefix}.{key}" if prefix else key)
+            (owner, key, f"{prefix}.{key}" if prefix else key, value)
             for prefix, owner in owners
             for key, value in owner._parameters.items()
-            if value is not None
+            if value is not None and not isinstance(value, StoredMatrix)
         ]
-        if not layer:
-            # A model may ask a parameter for its device before the module runs (Llama 4), so set matrices now.
-            for owner, key, name in slots:
-                if self._stays(owner, key, name, layer=False):
-                    owner._parameters[key] = self._in_file(name, owner._parameters[key], place=self._places[id(owner)])
-        slots = [slot for slot in slots if not isinstance(slot[0]._parameters[slot[1]], StoredMatrix)]
-        empty = {id(owner): dict(owner._parameters) for _, owner in owners}
-        # The number of forwards inside the unit, which run side by side, and whether its weights are loaded.
-        inside, there = 0, False
 
         def fetch(_module: nn.Module, _args: Any) -> None:
-            """Read the unit's weights, unless they are loaded or the unit is skipped."""
-            nonlocal inside, there
-            forward, enter = lockstep.current(), 1
-            if forward is not None and layer:
-                # Other forwards run while this one waits.
-                enter = forward.wait(lockstep.Entry(id(unit), self._places[id(unit)])).count
-            inside += enter
-            if there or id(unit) in self.skipped:
+            """Read the unit's weights, unless it is skipped."""
+            if id(unit) in self.skipped:
                 return
-            left = []
-            for owner, key, name in slots:
-                if layer and self._stays(owner, key, name, layer=True):
-                    place = self._places[id(owner)]
-                    owner._parameters[key] = self._in_file(name, empty[id(owner)][key], place=place, outside=False)
-                else:
-                    left.append((owner, key, name))
-            for (owner, key, _), value in zip(left, self.weights([name for *_, name in left]), strict=True):
+            values = self.weights([name for _, _, name, _ in slots])
+            for (owner, key, _, _), value in zip(slots, values, strict=True):
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
-            there = True
 
         def drop(_module: nn.Module, _args: Any, _result: Any) -> None:
-            """Free the unit's weights once no forward is inside."""
-            nonlocal inside, there
-            inside -= 1
-            if inside <= 0:
-                inside, there = 0, False
-                for owner, key, _ in slots:
-                    owner._parameters[key] = empty[id(owner)][key]
+            """Free the unit's weights."""
+            for owner, key, _, empty in slots:
+                owner._parameters[key] = empty
 
         unit.register_forward_pre_hook(fetch)
         unit.register_forward_hook(drop, always_call=True)
@@ -241,22 +207,16 @@ class StreamedModel:
             values |= self._converted(made)
         return [values[name] for name in names]
 
-    def _stays(self, owner: nn.Module, key: str, name: str, *, layer: bool) -> bool:
+    def _stays(self, name: str) -> bool:
         """Return whether a weight is a matrix that the model uses as stored, so that it may stay in its file."""
-        if layer and not (self.by_matrix and key == "weight" and type(owner).forward is nn.Linear.forward):
-            return False
-        stored = self.stored_as[name]
-        info = self.folder.tensors[stored[0]]
+        info = self.folder.tensors[self.stored_as[name][0]]
         return name not in self._made and len(info.shape) == 2 and info.dtype in FLOAT_DTYPES
 
-    def _in_file(self, name: str, like: Tensor | None, *, place: int, outside: bool = True) -> Any:
+    def _in_file(self, name: str, like: Tensor) -> Any:
         """Return a matrix, read from its file when used, that replaces a parameter; modules do not notice."""
         (stored,) = self.stored_as[name]
-        assert like is not None, name
-        cut = self.folder.tensors[stored].shape[0] - self._more if outside and self._more else 0
-        read = _StoredRows(self, self.folder.path, stored)
-        typed = like.to(self._dtype_of(name))
-        return StoredMatrix.of(typed, read, self.device, cut=cut, place=place, outside=outside)
+        cut = self.folder.tensors[stored].shape[0] - self._more if self._more else 0
+        return StoredMatrix.of(like.to(self._dtype_of(name)), partial(self.rows, stored), self.device, cut=cut)
 
     def _read(self, name: str) -> Tensor:
         """Read a weight that is stored in the model's form."""
@@ -341,28 +301,8 @@ class StreamedModel:
         self._take(result[0] if isinstance(result, tuple) else result)
 
     def _take(self, hidden: Tensor) -> None:
-        """Append the digest of hidden states, of their first `digest_width` numbers, to those of this thread."""
-        self._digests.taken = [*getattr(self._digests, "taken", []), _digest(hidden[..., : self.digest_width])]
-
-
-@dataclass(frozen=True)
-class _StoredRows:
-    """A reader of a stored matrix's rows; readers are equal for all models of one folder."""
-
-    model: StreamedModel = field(compare=False)
-    folder: Path
-    stored: str
-
-    def __call__(self, first: int, behind: int) -> Tensor:
-        """Return the rows from `first` up to, without, `behind`."""
-        return self.model.rows(self.stored, first, behind)
-
-
-def _count_pass(_module: nn.Module, _args: Any) -> None:
-    """Count one more pass of the forward that runs in this thread, if there is one."""
-    forward = lockstep.current()
-    if forward is not None:
-        forward.passes += 1
+        """Append the digest of hidden states, of their first `digest_width` numbers."""
+        self._digests.append(_digest(hidden[..., : self.digest_width]))
 
 
 def _digest(hidden: Tensor) -> bytes:

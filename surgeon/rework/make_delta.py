@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ from rich.text import Text
 
 from surgeon._version import __version__
 from surgeon.blueprint.shards import Shard
-from surgeon.checkpoint.card_metadata import Metadata, metadata_of
+from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import (
     CARD_FILE,
     CONFIG_FILE,
@@ -228,26 +228,9 @@ def make_delta(
     """
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
-    listener = listener or Quiet()
+    listener, target = listener or Quiet(), Path(dest)
     for note in folder.notes:
         listener.say(note)
-    return make_delta_of(folder, Path(dest), other, metadata_of(folder), listener)
-
-
-def make_delta_of(
-    folder: CheckpointFolder,
-    target: Path,
-    base: CheckpointFolder | None,
-    metadata: Metadata,
-    listener: Listener,
-    *,
-    repo_id: str | None = None,
-    verified: Sequence[str] = (),
-) -> MadeDelta:
-    """Do the work of `make_delta` for an opened checkpoint.
-
-    `metadata` is what the delta's card keeps of the base's card; `repo_id` and `verified` are for the card of a push.
-    """
     manifest = manifest_of(folder)
     check_destination(target, folder.path)
     if manifest.kept or manifest.adapter is not None:
@@ -257,10 +240,10 @@ def make_delta_of(
     base_at = _brought(manifest)
     shards = _shards(folder, base_at, digests)
     files = _small_files(folder, manifest)
-    from_base = _side_files(folder, base, manifest, files)
+    from_base = _side_files(folder, other, manifest, files)
     index = _index(folder, shards, files, from_base, digests)
     sizes = {output.name: output.numel for shard in shards for output in shard.outputs}
-    own_card = card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified, delta=True)
+    own_card = card(manifest, folder.config, sizes, metadata_of(folder), delta=True)
     files = {_OUTPUT_CARD if name == CARD_FILE else name: content for name, content in files.items()}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:

@@ -55,23 +55,14 @@ class Parcel:
 
 def pack(folder: CheckpointFolder, held: HeldFolder, text: bytes) -> Parcel:
     """Return the files of an output for a push: all files that `held` keeps open, with `text` as the card."""
-    files = _contents(held, folder.shards) | {CARD_FILE: text}
+    # Shards are sent as paths, all other files as the checked bytes.
+    files: dict[str, Path | bytes] = {
+        name: held.place(name) if name in folder.shards else held.content(name) for name in held.sizes
+    }
+    files[CARD_FILE] = text
     sizes = {**held.sizes, CARD_FILE: len(text)}
     left = {name for name in folder.source.listing() if name not in files and not name.endswith("/")}
     return Parcel(files, sizes, tuple(sorted(left | {n for n in folder.left_behind if n not in files})))
-
-
-def pack_delta(held: HeldFolder) -> Parcel:
-    """Open all files of a delta, which surgeon has just written, in `held`; return them for a push."""
-    for path in sorted(held.path.rglob("*")):
-        if not path.is_dir() or path.is_symlink():
-            held.hold(path.relative_to(held.path).as_posix())
-    return Parcel(_contents(held, [name for name in held.sizes if name.endswith(".safetensors")]), held.sizes, ())
-
-
-def _contents(held: HeldFolder, shards: Collection[str]) -> dict[str, Path | bytes]:
-    """Return the held files by name: shards as paths, all other files as the checked bytes."""
-    return {name: held.place(name) if name in shards else held.content(name) for name in held.sizes}
 
 
 def _is_loaded(name: str) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.anatomy.dissect import dissect_folder
-from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, metadata_of, read_metadata
+from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, read_metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MAX_CARD_BYTES, RECORD_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import locate
 from surgeon.checkpoint.hub_calls import is_commit, is_repo_id
@@ -22,25 +20,19 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.uploading import Destination, Repository, check_token, look, send
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.check import Check
-from surgeon.common.disk_space import writing
 from surgeon.common.formatting import listed, size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
-from surgeon.common.work_folders import working_in, write_durably
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import HUB_ID, card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
-from surgeon.rework.make_delta import make_delta_of
-from surgeon.share.parcel import Upload, pack, pack_delta
+from surgeon.share.parcel import Upload, pack
 from surgeon.verification.claims import check_beside
 from surgeon.verification.own_manifest import check_own_manifest
 from surgeon.verification.verification import Verification, verdict
 from surgeon.verification.verify import verify
-
-# The marker of the folder next to OUT in which a push makes its delta.
-_MARKER = "push"
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,6 @@ class Pushed:
     commit: str | None
     url: str | None
     pull_request: str | None
-    delta: bool = False
     no_base: str | None = None
 
     def __repr__(self) -> str:
@@ -87,7 +78,6 @@ class Pushed:
             `revision`: the branch (null: main)
             `url`, `pull_request`: the addresses of the commit and of the pull request (null: none)
             `dry_run`: true if nothing was sent
-            `delta`: true if only the part that the base lacks was sent
             `files`: each with `name`, `bytes`, `state`: `new`, `changed`, or `there` (not sent again)
             `stale`: files removed from the repository
             `left_behind`: files of the folder that were not sent
@@ -113,7 +103,6 @@ def push(
     force: bool = False,
     license: str | None = None,
     base_model: str | None = None,
-    delta: bool = False,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Pushed:
@@ -135,7 +124,6 @@ def push(
         force: push even if a check fails, or over a model of another tool
         license: the card's licence, where the base's is unknown
         base_model: the base's Hub id in the card
-        delta: send only a delta, as `make_delta` writes it
         trust_remote_code: run the output's own code
         listener: gets progress and notes
 
@@ -148,125 +136,63 @@ def push(
     """
     to = Destination(repo_id, revision, public, pull_request)
     check_names(license, base_model)
-    request = _Request(Path(out), to, base, license, base_model, dry_run, force, delta, trust_remote_code)
-    return request.carried_out(listener or Quiet())
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The options of a push, under the names of `push`'s parameters."""
-
-    out: Path
-    to: Destination
-    base: str | Path | None
-    license: str | None
-    base_model: str | None
-    dry_run: bool
-    force: bool
-    delta: bool
-    trust_remote_code: bool
-
-    def carried_out(self, listener: Listener) -> Pushed:
-        """Check, compare and send; return what was done. Every file stays open from the first step to the last.
-
-        With `dry_run` nothing is sent. Raises BadInput where a check fails without `force`, and for every error of the
-        Hub.
-        """
-        if not self.dry_run:
-            check_token(self.to)
-        with contextlib.ExitStack() as stack:
-            held = stack.enter_context(HeldFolder(self.out))
-            folder = hold_output(held, trust_remote_code=self.trust_remote_code)
-            for note in folder.notes:
-                listener.say(note)
-            manifest = manifest_of(folder)
-            before = look(self.to)
-            check_repository(self.to, before, force=self.force)
-            checked = self._checked(folder, manifest, listener)
-            given = Given(self.license, self.base_model, tuple(checked.words()))
-            if self.delta:
-                held, known = self._delta(folder, held, given, listener, stack)
-                parcel = pack_delta(held)
-            else:
-                card = card_for(folder, manifest, held, self.to.repo_id, given)
-                parcel, known = pack(folder, held, card), read_metadata(card).license
-            if known is None:
-                listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
-            listener.say(f"comparing with what {self.to.repo_id} holds")
-            missing, stale = parcel.missing_in(before), parcel.stale_in(before)
-            held.check_unchanged()
-            commit = None
-            if (missing or stale) and not self.dry_run:
-                listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {self.to.repo_id}")
-                content = {name: parcel.files[name] for name in missing}
-                done = ", ".join(entry.op for entry in manifest.operations) or "training"
-                commit = send(
-                    self.to,
-                    before,
-                    content,
-                    stale,
-                    message=printable(f"surgeon: {done}{' (delta)' if self.delta else ''}"),
-                    say=listener.say,
-                    check_unchanged=held.check_unchanged,
-                )
-        return Pushed(
-            path=self.out,
-            repo_id=self.to.repo_id,
-            revision=self.to.branch,
-            dry_run=self.dry_run,
-            files=parcel.uploads(before, missing),
-            stale=stale,
-            left_behind=parcel.left_behind,
-            checks=checked.checks,
-            verification=checked.verification,
-            license=known,
-            commit=commit.commit if commit else None if self.dry_run else before.commit,
-            url=commit.url if commit else None,
-            pull_request=commit.pull_request if commit else None,
-            delta=self.delta,
-            no_base=checked.no_base,
-        )
-
-    def _checked(self, folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> _Checked:
-        """Verify the output against its base, logits included, if the base is available; else against its own manifest.
-
-        Raises BadInput where a promise does not hold, unless `force` is set.
-        """
-        found, no_base = find_base(manifest, self.base, listener, download=not self.dry_run)
+    listener = listener or Quiet()
+    if not dry_run:
+        check_token(to)
+    # Every file stays open from the first step to the last.
+    with HeldFolder(Path(out)) as held:
+        folder = hold_output(held, trust_remote_code=trust_remote_code)
+        for note in folder.notes:
+            listener.say(note)
+        manifest = manifest_of(folder)
+        before = look(to)
+        check_repository(to, before, force=force)
+        found, no_base = find_base(manifest, base, listener, download=not dry_run)
         if found is None:
             checked = _Checked(_own_checks(folder, manifest, listener), None, no_base)
         else:
             encoder = dissect_folder(folder).family.encoder
-            verification = verify(
-                found,
-                self.out,
-                # Verifying against a base that the user did not name should not need memory for two models.
-                streamed=self.base is None and not encoder,
-                trust_remote_code=self.trust_remote_code,
-                listener=listener,
-            )
-            checked = _Checked(tuple(verification.checks), verification, no_base)
-        if not self.force:
+            # Verifying against a base that the user did not name should not need memory for two models.
+            streamed = base is None and not encoder
+            proof = verify(found, out, streamed=streamed, trust_remote_code=trust_remote_code, listener=listener)
+            checked = _Checked(tuple(proof.checks), proof, None)
+        if not force:
             checked.check_kept(folder)
-        return checked
-
-    def _delta(
-        self, folder: CheckpointFolder, held: HeldFolder, given: Given, listener: Listener, stack: contextlib.ExitStack
-    ) -> tuple[HeldFolder, str | None]:
-        """Write the delta into a folder next to the output, which is removed when `stack` ends.
-
-        Return (held, license): the delta's folder, held open, and the licence in its card (None: unknown).
-        """
-        room = stack.enter_context(_room_beside(self.out))
-        base = None
-        if self.base is not None:
-            base = CheckpointFolder.open(Path(self.base), trust_remote_code=self.trust_remote_code)
-        metadata = given.over(metadata_of(folder))
-        made = make_delta_of(
-            folder, room / "delta", base, metadata, listener, repo_id=self.to.repo_id, verified=given.verified
-        )
+        text = card_for(folder, manifest, held, repo_id, Given(license, base_model, tuple(checked.words())))
+        parcel, known = pack(folder, held, text), read_metadata(text).license
+        if known is None:
+            listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
+        listener.say(f"comparing with what {repo_id} holds")
+        missing, stale = parcel.missing_in(before), parcel.stale_in(before)
         held.check_unchanged()
-        return stack.enter_context(HeldFolder(made.path)), metadata.license
+        commit = None
+        if (missing or stale) and not dry_run:
+            listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {repo_id}")
+            done = ", ".join(entry.op for entry in manifest.operations) or "training"
+            commit = send(
+                to,
+                before,
+                {name: parcel.files[name] for name in missing},
+                stale,
+                message=printable(f"surgeon: {done}"),
+                check_unchanged=held.check_unchanged,
+            )
+    return Pushed(
+        path=Path(out),
+        repo_id=repo_id,
+        revision=revision,
+        dry_run=dry_run,
+        files=parcel.uploads(before, missing),
+        stale=stale,
+        left_behind=parcel.left_behind,
+        checks=checked.checks,
+        verification=checked.verification,
+        license=known,
+        commit=commit.commit if commit else None if dry_run else before.commit,
+        url=commit.url if commit else None,
+        pull_request=commit.pull_request if commit else None,
+        no_base=checked.no_base,
+    )
 
 
 def hold_output(held: HeldFolder, *, trust_remote_code: bool) -> CheckpointFolder:
@@ -349,21 +275,6 @@ def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener
     return (check_beside(folder), *check_own_manifest(manifest, folder, anatomy, advance=listener.advance))
 
 
-@contextlib.contextmanager
-def _room_beside(out: Path) -> Iterator[Path]:
-    """Provide an empty private folder on the output's disk, which is removed afterwards."""
-    place = out.resolve()
-    room = place.with_name(f".{place.name}.push")
-    with writing(room), working_in(room, target=room, marker=_MARKER) as work:
-        write_durably(room / _MARKER, "")
-        # Remove what a killed push left.
-        work.clear(but=(_MARKER,))
-        try:
-            yield room
-        finally:
-            work.remove()
-
-
 def pushed_view(pushed: Pushed) -> RenderableType:
     """Return a table of the uploaded files, the amount that is new, and the commit to pin."""
     table = FittedTable(headings=False)
@@ -393,10 +304,7 @@ def pushed_view(pushed: Pushed) -> RenderableType:
     else:
         lines.append(Text.assemble(("done ", "bold green"), f"{amount}, to {where}"))
         lines.append(Text(f"look at it: {printable(pushed.pull_request or pushed.url)}"))
-        if pushed.delta:
-            lines.append(Text(f"apply it to its base: surgeon apply --delta {pushed.repo_id}@{pushed.commit} BASE OUT"))
-        else:
-            lines.append(Text(f'load it: from_pretrained("{pushed.repo_id}", revision="{pushed.commit}")'))
+        lines.append(Text(f'load it: from_pretrained("{pushed.repo_id}", revision="{pushed.commit}")'))
     return Group(*lines)
 
 

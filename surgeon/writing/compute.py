@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.recipes import Imported, MapRef, Place, Predicted, Recipe
-from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.piece_bytes import Gap, in_files, read_in_order
@@ -67,7 +67,6 @@ class Evaluator:
         self.device = torch.device(device)
         self.stopwatch = stopwatch or Stopwatch()
         self.maps = Maps(blueprint.couplings, self)
-        self._ahead = ReadAhead(base)
         self._fits: dict[str, dict[str, Any]] = {}
         self._changes: dict[str, dict[str, Any]] = {}
         self._prompted: dict[tuple[_Prompts, _Prompts], dict[int, Tensor]] = {}
@@ -81,14 +80,6 @@ class Evaluator:
         self._predicted = Counter(network for output in new for network in _networks(output.recipe))
         self._needs = {output.name: self.maps.needed_by(output.recipe) for output in new}
         self._users = Counter(name for names in self._needs.values() for name in names)
-
-    def expect(self, now: Sequence[Output], then: Sequence[Output]) -> None:
-        """Read the base's tensors ahead in the background: for the outputs made now, and for those made next."""
-        self._ahead.expect(self._tensors_of(now), self._tensors_of(then))
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        self._ahead.close()
 
     def take_reports(self) -> dict[str, dict[str, Any]]:
         """Return the reports since the last call, by name, and forget them.
@@ -284,23 +275,11 @@ class Evaluator:
             raise BadInput(f"{printable(output.name)}: {why}")
         return data
 
-    def _tensors_of(self, outputs: Sequence[Output]) -> list[str]:
-        """Return the base's tensors that computing `outputs` reads, each once, about in the order of their use."""
-        found: dict[str, None] = {}
-        for output in outputs:
-            if output.recipe.computed:
-                made_from = [output.recipe]
-                for name in sorted(self._needs.get(output.name, ())):
-                    coupling = self.blueprint.couplings[name]
-                    made_from.extend((coupling.first, coupling.second))
-                found.update((name, None) for top in made_from for name in top.reads)
-        return list(found)
-
     def _read(self, pieces: Pieces) -> bytearray:
-        """Read the base's bytes that `pieces` lists: a whole tensor from the read-ahead, otherwise only the pieces."""
+        """Read the base's bytes that `pieces` lists."""
         span = pieces.spans[0]
         if pieces.is_all_of(self.base.tensors[span.tensor]):
-            return self._ahead.read(span.tensor)
+            return self.base.read(span.tensor)
         if len(pieces.spans) == 1 and span.count == 1:
             return self.base.read_part(span.tensor, slice(span.offset, span.offset + span.length))
         found = bytearray()

@@ -80,7 +80,6 @@ class Job:
     computing: Computing | None = None
     read_back: bool = True
     link: bool = False
-    recall: CheckpointFolder | None = None
     # Checks the staged folder when it is complete, and raises where it must not be published.
     look: Callable[[Path], None] | None = None
 

@@ -6,7 +6,6 @@ Their digests are the digests of that file, remembered from the last time it was
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from typing import Any, Self
 
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.header import Header, TensorInfo
-from surgeon.checkpoint.known_digests import FileDigests, Stamp, keep_digests
 from surgeon.checkpoint.linking import can_clone, check_linkable, clone, hard_link
+from surgeon.checkpoint.open_files import Stamp
 from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import LocalSource, OpenShards
 from surgeon.checkpoint.staging import working_folder
@@ -26,7 +25,7 @@ from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.writing.finiteness import FiniteCheck
 from surgeon.writing.job import Job, Mirrored
-from surgeon.writing.readback import ReadBack, Way
+from surgeon.writing.readback import FileDigests, ReadBack, Way
 
 # Beyond this many cores the disk or the memory is the limit.
 _MOST_HASHERS = 8
@@ -121,7 +120,7 @@ class Unmoved:
         with OpenShards(self._job.sources) as shards:
             source = shards.opened(mirrored.place)
             target.parent.mkdir(exist_ok=True)
-            began, before = time.time_ns(), Stamp.of(os.fstat(source))
+            before = Stamp.of(os.fstat(source))
             if self._way == "copy" or (self._way == "reflink" and not _cloned(source, target)):
                 return False
             found = self._proof.known(mirrored.place, mirrored.header)
@@ -132,13 +131,11 @@ class Unmoved:
                 if self._way == "link":
                     target.unlink(missing_ok=True)
                     hard_link(source, _path(self._job, mirrored), target)
-                after = Stamp.of(os.fstat(source))
-                if not after.same_content(before):
+                if not Stamp.of(os.fstat(source)).same_content(before):
                     raise BadInput(
                         f"{printable(mirrored.file)}: changed meanwhile; start again when nothing writes to it"
                     )
                 self._proof.take(shard, found, self._way)
-            keep_digests(after, mirrored.header, found, since=began)
         return True
 
     def _hashed(self, source: int, mirrored: Header) -> FileDigests:

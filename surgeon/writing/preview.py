@@ -15,11 +15,10 @@ from surgeon.anatomy.format_depth import other_scale
 from surgeon.anatomy.kinds import broken_pattern
 from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.recipes import Predicted
-from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, lay_out
+from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
-from surgeon.checkpoint.folder import CARD_FILE, MOST_AHEAD, CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.checkpoint.tokenizer_ids import disagreement
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import printable
@@ -271,8 +270,6 @@ def _notes(blueprint: Blueprint, base: OpenedBase) -> Iterator[str]:
     """Yield notes on base and output that the view of the operations does not show."""
     folder, anatomy = base.folder, base.anatomy
     yield from folder.notes
-    if differing := disagreement(folder):
-        yield differing
     if anatomy.idle:
         yield without_a_place(anatomy.idle)
     yield anatomy.derivation.evidence
@@ -325,11 +322,7 @@ def peak_memory(blueprint: Blueprint, *, runs_twin: bool) -> int:
     largest = max(recipe.working_set for recipe in computed)
     rows = [c.stop - c.start for c in blueprint.couplings.values()]
     maps = sorted((4 * n * n for n in rows), reverse=True)
-    # One layer's sources, read ahead, and finished tensors that wait to be written.
-    new = [[o for o in layer if o.computed] for layer in group_by_layer(blueprint.outputs)]
-    ahead = min(2 * max(sum(o.nbytes for o in layer) for layer in new), MOST_AHEAD)
-    waiting = ahead + 3 * max(o.nbytes for layer in new for o in layer)
     # U and the network of every predicted module are kept from one new layer to the next.
     networks = {r.network: r for r in computed if isinstance(r, Predicted)}
     kept = sum(recipe.network_memory for recipe in networks.values())
-    return _TORCH_MEMORY + largest + kept + (2 * maps[0] if maps else 0) + waiting
+    return _TORCH_MEMORY + largest + kept + (2 * maps[0] if maps else 0)

@@ -1,8 +1,7 @@
 """Reading back written shards while others are being written: the static proof, and the manifest's digests.
 
-Copied tensors are compared with the base's bytes and, where the base's digests are not known from an earlier run,
-hashed in the same pass; computed ones are hashed. Shards are flushed to disk meanwhile, and journalled once both are
-done.
+Copied tensors are compared with the base's bytes and hashed in the same pass; computed ones are hashed. Shards are
+flushed to disk meanwhile, and journalled once both are done.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,7 +19,6 @@ from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
-from surgeon.checkpoint.known_digests import FileDigests, Stamp, keep_digests, known_digests
 from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, places_of, read_in_order
 from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.checkpoint.ranges import sha256_range, zeros_sha256
@@ -37,6 +35,16 @@ _READERS = 2
 Way = Literal["copy", "reflink", "link"]
 
 
+@dataclass(frozen=True)
+class FileDigests:
+    """The sha256 (hex) of every tensor of a file, in the order of their bytes; `not_finite` names those with NaN or
+    infinity.
+    """
+
+    digests: dict[str, str]
+    not_finite: tuple[str, ...]
+
+
 class ReadBack:
     """A checker that proves shards in its own threads. A failure is raised by the next `add`, or by `settle`.
 
@@ -44,9 +52,7 @@ class ReadBack:
     output (a copy has its original's digest, after a comparison); `maps`, the reports of transport maps and networks
     that came with the shards; `not_finite`, the originals that hold NaN or infinity (computed tensors never do); and
     `ways`, how the bytes of each shard got there. `places` gives the bytes of files of the `sources` that outputs copy
-    (`Job`). Without `compare` copies are trusted: originals are hashed, the output is not read again. For the files of
-    `recall`, the first source, digests from the last time they were read are used, and new ones are kept for the next
-    time.
+    (`Job`). Without `compare` copies are trusted: originals are hashed, the output is not read again.
     """
 
     def __init__(
@@ -56,9 +62,8 @@ class ReadBack:
         staging: Staging,
         *,
         compare: bool = True,
-        recall: CheckpointFolder | None = None,
     ) -> None:
-        """Begin with the digests that are remembered for the files of `recall`, and start the threads."""
+        """Start the threads."""
         self.digests: dict[str, str] = {}
         self.maps: dict[str, dict[str, Any]] = {}
         self.not_finite: set[str] = set()
@@ -74,12 +79,6 @@ class ReadBack:
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-back")
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="flush")
         self._pending: list[Future[None]] = []
-        self._recalled = recall
-        self._began = time.time_ns()
-        # The state of the files of `recall` before any of them is read.
-        self._stamps = {} if recall is None else {file: self._stamp(file) for file in recall.shards}
-        for file, stamp in self._stamps.items():
-            self._recall(file, stamp)
 
     def __enter__(self) -> Self:
         """Return the checker itself."""
@@ -148,29 +147,6 @@ class ReadBack:
                         self.not_finite.add(name)
                 found[name] = self._originals[span]
         return found
-
-    def keep(self) -> None:
-        """Store the digests of the files of `recall` that were read completely and have not changed."""
-        for file, stamp in self._stamps.items():
-            assert self._recalled is not None
-            found = self.known(f"/{file}", self._recalled.headers[file])
-            if found is not None and self._stamp(file) == stamp:
-                keep_digests(stamp, self._recalled.headers[file], found, since=self._began)
-
-    def _recall(self, file: str, stamp: Stamp) -> None:
-        """Add the remembered digests of a file of `recall`; do nothing where none are known for its present state."""
-        assert self._recalled is not None
-        header = self._recalled.headers[file]
-        found = known_digests(stamp, header)
-        if found is not None:
-            spans = (Span(f"/{file}", info.begin, info.nbytes) for info in header.tensors)
-            self._originals.update(zip(spans, found.digests.values(), strict=True))
-            self.not_finite.update(found.not_finite)
-
-    def _stamp(self, file: str) -> Stamp:
-        """Return the present state of a file of the first source."""
-        with OpenShards(self._sources) as shards:
-            return Stamp.of(os.fstat(shards.opened(f"/{file}")))
 
     def _prove(self, shard: Shard, maps: dict[str, dict[str, Any]], flushed: Future[None]) -> None:
         """Read a written shard back, compare its copies and hash its tensors; journal it once it is flushed to disk.

@@ -83,7 +83,6 @@ def surgery_job(
         else None,
         read_back=read_back,
         link=link,
-        recall=base,
         look=look if blueprint.promise == "exact" else None,
     )
 

@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from surgeon.blueprint.recipes import Constant
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of
 from surgeon.checkpoint.header import header_bytes
 from surgeon.checkpoint.piece_bytes import copy_pieces
-from surgeon.checkpoint.ranges import WriteBehind, reserve, write_all
+from surgeon.checkpoint.ranges import reserve, write_all
 from surgeon.checkpoint.source import OpenShards
 from surgeon.checkpoint.staging import Staging, check_destination, check_space, working_folder
 from surgeon.common.disk_space import writing
@@ -80,7 +79,7 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
     listener.begin("writing", job.bytes_to_write)
     try:
         with (
-            ReadBack(job.sources, job.places, staging, compare=job.read_back, recall=job.recall) as proof,
+            ReadBack(job.sources, job.places, staging, compare=job.read_back) as proof,
             Unmoved(job, way, proof) as unmoved,
         ):
             run = _Run(job, staging, proof, unmoved, listener, stopwatch)
@@ -91,7 +90,6 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
                 run.small_files()
                 last = job.finish(proof)
         job.check_unchanged()
-        proof.keep()
         for name, content in last.items():
             run.small_file(name, content)
         if job.look is not None:
@@ -151,12 +149,8 @@ class _Run:
             )
         return self._evaluator
 
-    def write(self, shard: Shard, then: Sequence[Output]) -> dict[str, Any]:
-        """Write a shard's file; return reports of the maps solved for its tensors.
-
-        While tensors are computed, finished ones are written and those that the next layer needs are read; `then` is
-        the layer that comes after this shard.
-        """
+    def write(self, shard: Shard) -> dict[str, Any]:
+        """Write a shard's file; return reports of the maps solved for its tensors."""
         header, places = self._header(shard)
         place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
         computes = any(output.computed for output in shard.outputs)
@@ -169,13 +163,11 @@ class _Run:
             reserve(target, places[-1][1])
             write_all(target, header, 0)
             self._copy(shard, target, places[0][0])
-            with WriteBehind(target, self.listener.advance) as behind:
-                for layer, following in pairwise([*group_by_layer(shard.outputs), then]):
-                    if computes:
-                        self.evaluator.expect(layer, following)
-                        self._show(layer)
-                    for output in layer:
-                        _write_tensor(self, output, target, *place_of[output.name], behind)
+            for layer in group_by_layer(shard.outputs):
+                if computes:
+                    self._show(layer)
+                for output in layer:
+                    self._write_tensor(output, target, *place_of[output.name])
         finally:
             os.close(target)
         return self.evaluator.take_reports() if computes else {}
@@ -194,10 +186,18 @@ class _Run:
             self._layers_done += 1
             self.listener.rename(f"writing, new layer {self._layers_done} of {_computed_layers(self.job.shards)}")
 
-    def close(self) -> None:
-        """Stop computing, and reading ahead for it."""
-        if self._evaluator is not None:
-            self._evaluator.close()
+    def _write_tensor(self, output: Output, target: int, begin: int, end: int) -> None:
+        """Write a computed or constant tensor at `begin:end` of the file; holes and copies need nothing here."""
+        if output.computed:
+            for made in self.evaluator.make(output):
+                with self.stopwatch.stage("write"):
+                    write_all(target, made, begin)
+                begin += len(made)
+                self.listener.advance(len(made))
+            assert begin == end, output.name
+        elif isinstance(output.recipe, Constant) and not output.is_hole:
+            write_all(target, output.recipe.data, begin)
+            self.listener.advance(end - begin)
 
     def skip(self, outputs: Sequence[Output]) -> None:
         """Count tensors as done that an earlier run made."""
@@ -224,28 +224,22 @@ class _Run:
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             try:
                 copies = [writers.submit(self.shard, s) for s in self.job.shards if s not in computed]
-                for number, shard in enumerate(computed):
-                    waiting = [s.outputs for s in computed[number + 1 :] if not self.staging.is_done(s.file)]
-                    self.shard(shard, _first_layer(waiting))
+                for shard in computed:
+                    self.shard(shard)
                 for copy in as_completed(copies):
                     copy.result()
             except BaseException:
                 writers.shutdown(wait=False, cancel_futures=True)
                 raise
-            finally:
-                self.close()
 
-    def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
-        """Write one shard, unless an earlier run did or its file can be linked.
-
-        `then` is the layer computed after it.
-        """
+    def shard(self, shard: Shard) -> None:
+        """Write one shard, unless an earlier run did or its file can be linked."""
         if self._done_earlier(shard):
             return
         if self.unmoved.take(shard, self.folder / shard.file, self.stopwatch):
             self.listener.advance(shard.nbytes)
         else:
-            self.proof.add(shard, self.write(shard, then))
+            self.proof.add(shard, self.write(shard))
 
     def _done_earlier(self, shard: Shard) -> bool:
         """Return whether an earlier run finished the shard; if so, use its record and count its tensors as done."""
@@ -279,21 +273,3 @@ def _computed_layers(shards: Sequence[Shard]) -> int:
     """Return how many layers (or groups of tensors outside them) have something to compute."""
     layers = (layer for shard in shards for layer in group_by_layer(shard.outputs))
     return sum(any(output.computed for output in layer) for layer in layers)
-
-
-def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
-    """Return the outputs of the layer that is computed next; `shards` are the outputs still to come, shard by shard."""
-    return next((group_by_layer(outputs)[0] for outputs in shards if outputs), ())
-
-
-def _write_tensor(run: _Run, output: Output, target: int, begin: int, end: int, behind: WriteBehind) -> None:
-    """Write a tensor that is computed or constant at `begin:end` of the file; holes and copies need nothing here."""
-    if output.computed:
-        for made in run.evaluator.make(output):
-            with run.stopwatch.stage("wait for writing"):
-                behind.write(made, begin)
-            begin += len(made)
-        assert begin == end, output.name
-    elif isinstance(output.recipe, Constant) and not output.is_hole:
-        write_all(target, output.recipe.data, begin)
-        run.listener.advance(end - begin)

@@ -1,4 +1,4 @@
-"""Another distribution's files in this package's folder are noticed, and it is named."""
+"""How the package is installed, and libraries beyond its range."""
 
 from __future__ import annotations
 
@@ -9,35 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.common.installation import DISTRIBUTION, clash, installing, lacking, untested
+from surgeon.common.installation import DISTRIBUTION, installing, lacking, untested
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def installed(site: Path, name: str, *files: str) -> None:
-    """What an installer leaves of a distribution: its list of files."""
-    info = site / f"{name}-0.1.dist-info"
-    info.mkdir()
-    rows = [*(f"{file},sha256=x,1" for file in files), f"{info.name}/RECORD,,"]
-    (info / "RECORD").write_text("\n".join(rows), encoding="utf-8")
-
-
-@pytest.mark.parametrize("other", ["surgeon", "surgeon_plus", "Scalpel.py"])
-def test_another_owner_of_the_package_is_named(tmp_path: Path, other: str) -> None:
-    installed(tmp_path, "model_surgeon", "surgeon/__init__.py", "surgeon/cli.py")
-    installed(tmp_path, other, "another/__init__.py", "surgeon/__init__.py")
-    line = clash(tmp_path / "surgeon")
-    assert line is not None and f"`{other}`" in line and "\n" not in line
-    assert f"pip uninstall -y {other} model-surgeon" in line and str(tmp_path / "surgeon") in line
-
-
-def test_neighbours_are_none(tmp_path: Path) -> None:
-    """Plugins and packages with names alike; a list that is not there; a source tree."""
-    installed(tmp_path, "model_surgeon", "surgeon/__init__.py")
-    installed(tmp_path, "surgeon_scale", "surgeon_scale/__init__.py", "other/surgeon/__init__.py")
-    (tmp_path / "broken-1.dist-info").mkdir()
-    assert clash(tmp_path / "surgeon") is None
-    assert clash() is None
 
 
 def test_a_library_beyond_the_range_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_a_domain_gate_is_streamed_as_it_runs_closed_and_open(tmp_path: Path) ->
     ids = torch.randint(0, 128, (6, 12), generator=torch.Generator().manual_seed(1))
     streamed = compare_streamed(*folders, ids, dtypes=dtypes, layer_of_base=(0, 1, 3), decode_tokens=4)
     for found, dtype in zip(streamed, dtypes, strict=True):
-        whole = compare_logits(*folders, ids, dtype=dtype, decode_tokens=4, batch_size=8)
+        whole = compare_logits(*folders, ids, dtype=dtype, decode_tokens=4, batch_size=4)
         assert list(found.logits) == whole
         # Open on some tokens, closed on others, which have the base's logits.
         assert all(0 < mode.same < mode.tokens for mode in whole)

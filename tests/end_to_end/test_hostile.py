@@ -112,36 +112,6 @@ def test_names_that_are_odd_and_fine(made: Path, tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in tmp_path.iterdir()) == ["-x", "trailing", "x" * 223]
 
 
-def test_an_argument_in_anothers_place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan, base, out, new, text = (made / name for name in ("plan.yaml", "base", "out", "new", "text.txt"))
-    config = training(tmp_path, str(text))
-    (tmp_path / "tasks.yaml").write_text("surgeon_continual: 1\n")
-    for command, words in (
-        (["preview", base, plan], "did you swap PLAN and BASE?"),
-        (["apply", base, "llama-pro", new], "did you swap PLAN and BASE?"),
-        (["apply", plan, new, base], "did you swap BASE and OUT?"),
-        (["apply", base, new, plan], "did you swap PLAN, BASE and OUT?"),
-        (["apply", config, base, new], "train.yaml is a training config, PLAN takes a plan"),
-        (["apply", "tasks.yaml", base, new], "tasks.yaml is a tasks file, PLAN takes a plan"),
-        (["apply", "--delta", base, out, new], "base is a checkpoint, PLAN takes a delta"),
-        (["verify", out, base], "did you swap BASE and OUT?"),
-        (["verify", out, out], "BASE and OUT are the same folder"),
-        (["train", base, config, new], "`what` is not given"),
-        (["train", config, out, new], "did you swap OUT and TRAIN.YAML?"),
-        (["train", new, config, out], "did you swap OUT and RUN?"),
-        (["train", out, plan, new], "plan.yaml is a plan, TRAIN.YAML takes a training config"),
-        (["continual", base, "tasks.yaml", new], "did you swap TASKS and BASE?"),
-        (["evaluate", text, "--data", base], "did you swap MODEL… and DATA?"),
-        (["revert", new, out], "did you swap OUT and DEST?"),
-        (["delta", new, out], "did you swap OUT and DEST?"),
-        (["push", "user/name", out], "did you swap OUT and REPO?"),
-        (["inspect", plan], "plan.yaml is a plan, CHECKPOINT takes"),
-        (["verify", base, out, "--text", out], "--text takes a file"),
-    ):
-        assert words in refused(*command), command
-
-
 def test_a_destination_that_exists_is_no_argument_of_another_kind(made: Path, tmp_path: Path) -> None:
     """Nor is anything added to a refusal that names its own cause."""
     out, base = made / "out", made / "base"

@@ -44,7 +44,6 @@ COMMANDS = (
     ),
     Push("push", _push),
     Push("push, new", _push, new=True),
-    Push("push --delta", lambda _, work: surgeon.push(work / "out", "user/model", delta=True)),
     Command("merge", lambda inputs, work: surgeon.merge(inputs / "branched", work / "out", windows=1), every=5),
     Command("recall", _recall, result="memory.jsonl", beside=("memory.jsonl.recall",)),
     Command("train", _training("train"), every=9),

@@ -71,7 +71,7 @@ def test_killed_where_a_file_is_there_and_its_stamp_is_not(
 
 def test_killed_at_random_and_two_at_once(made: Path, tmp_path: Path) -> None:
     for command in COMMANDS:
-        if command.name in ("report", "push --delta"):
+        if command.name in ("report", "push"):
             table = at_random(command, made, tmp_path, trials=1)
             assert [found.trials for found in table.values()] == [1, 1]
             assert [sentence for found in table.values() for sentence in found.wrong] == []

@@ -202,10 +202,10 @@ MISTAKES = (
     ),
     _mistake(
         "models",
-        "biases are left out where rows are zeros",
+        "biases are left out where rows lie apart",
         "stored_matrix.py",
-        "        bias = self.bias_of(first, behind)\n        return made if bias is None else made + bias\n",
-        "        return made\n",
+        "return made if bias is None else made + bias",
+        "return made",
     ),
     _mistake(
         "edits",

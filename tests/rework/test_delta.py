@@ -309,31 +309,25 @@ def test_the_documented_way(
         .partition("## Deltas")[2]
         .partition("\n## ")[0]
     )
-    commands = re.findall(r"^    surgeon (.*)$", section, re.MULTILINE)
+    commands = re.findall(r"^    (\S+) (.*)$", section, re.MULTILINE)
     assert len(commands) == 4
-    for line in commands:
+    for program, line in commands:
+        if program == "hf":
+            assert line == "upload user/repo DELTA"
+            account.exists, account.files = True, files(tmp_path / "DELTA")
+            continue
         ran = CliRunner().invoke(app, line.split())
         assert ran.exit_code == 0, (line, ran.stdout, ran.stderr)
     for name in ("OUT2", "OUT3"):
         assert files(tmp_path / name) == files(tmp_path / "OUT")
-    there, here = account.files, files(tmp_path / "DELTA")
-    assert {name: c for name, c in there.items() if name != "README.md"} == {
-        name: c for name, c in here.items() if name != "README.md"
-    }
-    card = there["README.md"].decode()
-    assert "surgeon apply --delta user/repo BASE OUT" in card
-    assert "license: apache-2.0" in card
-    assert "base tensors (against surgery.json)" in card
-    again = surgeon.push("OUT", "user/repo", delta=True)
-    assert (again.sent, again.commit) == ((), account.commit)
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".OUT")]
 
 
-def test_a_pushed_delta_is_no_base_and_gives_way_to_the_whole(account: Hub, made: Path, tmp_path: Path) -> None:
-    surgeon.push(made / "out", "user/repo", delta=True)
+def test_a_delta_on_the_hub_is_no_base_and_gives_way_to_the_whole(account: Hub, made: Path, tmp_path: Path) -> None:
+    surgeon.make_delta(made / "out", tmp_path / "delta")
+    account.exists, account.files = True, files(tmp_path / "delta")
     with pytest.raises(BadInput, match="a delta, which lacks"):
         surgeon.preview("llama-pro", "user/repo")
-    surgeon.push(made / "out", "user/repo")
+    surgeon.push(made / "out", "user/repo", force=True)
     assert "delta.json" not in account.files
     assert surgeon.preview("llama-pro", "user/repo").parameters_new
     with pytest.raises(BadInput, match=r"no delta\.json there"):

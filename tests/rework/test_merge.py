@@ -19,7 +19,6 @@ from surgeon.runtime.interpolators import Interpolation
 from tests import tiny
 from tests.adapters import lora
 from tests.checkpoints import same_bytes, train, weights, write_plan
-from tests.commands import refused
 from tests.elsewhere import load_elsewhere
 from tests.test_api import check_json
 
@@ -94,12 +93,3 @@ def test_an_adapter_is_merged_into_its_base_by_what_the_folders_are(tmp_path: Pa
         with pytest.raises(BadInput, match=said):
             surgeon.merge(*given, **options)  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
-
-
-def test_arguments_that_changed_places_are_asked_for_and_others_are_not(tmp_path: Path) -> None:
-    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
-    adapter = lora(tmp_path / "adapter", layers=2)
-    assert refused("merge", adapter, base, tmp_path / "new").endswith("; did you swap OUT and DEST?")
-    (adapter / "adapter_config.json").write_text("{")
-    for given in ((base, adapter, tmp_path / "new"), (base, adapter)):
-        assert "takes" not in refused("merge", *given)

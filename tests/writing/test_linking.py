@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -206,53 +204,6 @@ def test_a_clone_is_a_file_of_its_own(tmp_path: Path) -> None:
         assert linking.can_clone(source.fileno(), tmp_path) == done
     assert other.read_bytes() == (one.read_bytes() if done else b"")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
-
-
-def test_what_was_read_before_is_not_read_again(
-    base: Path, tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SURGEON_CACHE", str(tmp_path / "cache"))
-    read: list[int] = []
-    real = linked_shards.sha256_range
-
-    def counted(fd: int, begin: int, end: int, *rest: object) -> str:
-        read.append(end - begin)
-        return real(fd, begin, end, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(linked_shards, "sha256_range", counted)
-    young, old, again, copied = (tmp_path / name for name in ("young", "old", "again", "copied"))
-
-    def hashed(out: Path) -> int:
-        read.clear()
-        surgeon.apply(plan(ADAPTERS), base, out, link=True)
-        return sum(read)
-
-    for path in base.glob("*.safetensors"):
-        # Young for as long as a busy machine takes.
-        os.utime(path, (time.time() + 3600,) * 2)
-    whole = hashed(young)
-    assert whole == surgeon.preview(plan(ADAPTERS), base).bytes_unchanged
-    # A file that was just written may be written again within the same tick of the clock.
-    assert hashed(old) == whole
-    for path in base.glob("*.safetensors"):
-        os.utime(path, (1e9, 1e9))
-    assert hashed(again) == whole
-    shutil.rmtree(again)
-    # Names that went change the files' times: what is not surely as it was is read.
-    assert hashed(again) == whole
-    assert hashed(tmp_path / "known") == 0
-    assert files(tmp_path / "known") == files(again)
-    for entry in (tmp_path / "cache" / "digests").iterdir():
-        entry.write_bytes(entry.read_bytes().replace(b'"digests": ["', b'"digests": ["0'))
-    assert hashed(tmp_path / "damaged") == whole
-    # Copying hashes too, and remembers.
-    other = tmp_path / "other"
-    shutil.copytree(base, other)
-    for path in other.glob("*.safetensors"):
-        os.utime(path, (1e9, 1e9))
-    surgeon.apply(plan(ADAPTERS), other, copied)
-    base = other
-    assert hashed(tmp_path / "after") == 0
 
 
 def test_preview_names_what_is_written(base: Path, plan: Plan) -> None:

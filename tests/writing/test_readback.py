@@ -17,7 +17,6 @@ from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.piece_bytes import places_of
 from surgeon.checkpoint.source import LocalSource
-from surgeon.common.listener import Quiet
 from surgeon.errors import PromiseBroken
 from surgeon.writing import readback
 from surgeon.writing.readback import ReadBack
@@ -92,62 +91,3 @@ def test_a_later_copy_with_another_bit_is_found(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(PromiseBroken, match=r"experts\.3\.gate_proj.*was read back is not what .*gate_proj"):
         surgeon.apply(tmp_path / "plan.yaml", str(base), tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture
-def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A base that nobody touched for long, one number of which is none, beside a cache of its own."""
-    monkeypatch.setenv("SURGEON_CACHE", str(tmp_path / "cache"))
-    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
-    held = weights(base)
-    held["model.embed_tokens.weight"][3, 0] = torch.inf
-    save_file(held, base / "model.safetensors", metadata={"format": "pt"})
-    os.utime(base / "model.safetensors", (1e9, 1e9))
-    (tmp_path / "plan.yaml").write_text(LAYER, encoding="utf-8")
-    return base
-
-
-def _hashed(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many bytes of copies an `apply` hashes, which says what is no number."""
-    listener = Quiet()
-    with monkeypatch.context() as patched:
-        hashed = counted(patched)
-        surgeon.apply(base.parent / "plan.yaml", str(base), out, device="cpu", listener=listener)
-    assert any("embed_tokens.weight: holds NaN or infinity" in line for line in listener.said)
-    return sum(hashed)
-
-
-@pytest.mark.usefixtures("unproven")
-def test_the_digests_of_a_base_that_nobody_touched_are_known(
-    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layers behind the new one have other names, so no file of the output is one of the base's."""
-    whole = sum(tensor.nbytes for tensor in weights(old).values())
-    # Two threads may hash one original that is copied twice.
-    assert _hashed(old, tmp_path / "first", monkeypatch) >= whole
-    assert _hashed(old, tmp_path / "second", monkeypatch) == 0
-    written = [{p.name: p.read_bytes() for p in (tmp_path / out).iterdir()} for out in ("first", "second")]
-    assert written[0] == written[1]
-    assert surgeon.verify(str(old), tmp_path / "second", logits=False).holds
-    # What was written to has other times.
-    os.utime(old / "model.safetensors", (1e9, 1e9 + 1))
-    assert _hashed(old, tmp_path / "third", monkeypatch) >= whole
-
-
-@pytest.mark.usefixtures("unproven")
-def test_copies_are_compared_where_digests_are_known(
-    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    surgeon.apply(tmp_path / "plan.yaml", str(old), tmp_path / "first", device="cpu")
-    prove = ReadBack._prove
-
-    def proved(self: ReadBack, shard: Shard, *rest: Any) -> None:
-        with (self._staging.folder / shard.file).open("r+b") as file:
-            end = os.fstat(file.fileno()).st_size
-            os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, end - 1)[0] ^ 1]), end - 1)
-        prove(self, shard, *rest)
-
-    monkeypatch.setattr(ReadBack, "_prove", proved)
-    with pytest.raises(PromiseBroken, match="was read back is not what"):
-        surgeon.apply(tmp_path / "plan.yaml", str(old), tmp_path / "second", device="cpu")
-    assert not (tmp_path / "second").exists()

@@ -166,7 +166,6 @@ class Lora(Target):
             info = out.tensors[on_disk[f"{module}{_WEIGHT}"]]
             adapted = Adapted(Copy.of(info), (product,), info.name, info.dtype, turned=turned[module])
             tensors[info.name] = bench.compute(adapted)
-        bench.close()
         config = self._config(sorted(turned), called, transposed=any(turned.values()), whole=list(whole))
         return Values(tensors, dict(sorted(adapter.items())), config)
 
