@@ -19,6 +19,7 @@ from surgeon.cli.options import Spelling, as_option, parameters_given
 from surgeon.cli.spellings import SPELLINGS
 from surgeon.common import devices
 from surgeon.common.places import meant
+from surgeon.errors import BadInput
 
 # The commands by group, in the order of the help.
 GROUPS = {
@@ -57,6 +58,21 @@ EXAMPLES = {
     "gguf": "run run-q8_0.gguf --converter llama.cpp --type q8_0",
     "push": "run user/name --dry-run",
     "schema": "--training > train.schema.json",
+}
+# Removed commands and options, and what to use instead.
+_FORMER = {
+    "evaluate --mtp": "an engine that serves the model counts accepted drafts",
+    "evaluate --draft": "an engine that serves the model counts accepted drafts",
+    "families --after": "`surgeon preview` of a plan with both operations, or on an output, says whether they combine",
+    "gguf-pattern": "`surgeon gguf` writes each layer's window",
+    "push --delta": "`surgeon delta`, and push its folder with the Hub's own client",
+    "report --png": "the page (`--html`) has the figures, and a browser prints it",
+    "report --log": "losses of every training by `surgeon train` are in the page; other logs have tools of their own",
+    "report --maps": "`surgeon report` shows each map's entropy and errors",
+    "report --routing": "`surgeon report OUT --text NAME=FILE` records and shows",
+    "transport-report --maps": "`surgeon report` shows each map's entropy and errors",
+    "transport-report --trained": "`surgeon transport-report RUN` reports on the trained model",
+    "transport-report --png": "`surgeon report` shows each map's entropy and errors",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
@@ -151,6 +167,14 @@ class Group(TyperGroup):
                 formatter.write_dl(
                     [(name, " ".join(ENTRIES[name].help.partition("\n\n")[0].split())) for name in names]
                 )
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the named command. Raises BadInput where the command, or an option, was removed."""
+        name, *rest = args
+        for asked in (name, *(f"{name} {option.partition('=')[0]}" for option in rest)):
+            if asked in _FORMER:
+                raise BadInput(f"`{asked}` is gone: {_FORMER[asked]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the named command."""

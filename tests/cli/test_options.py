@@ -122,6 +122,14 @@ def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
         ("verify base out --window ten", "valid integer"),
         ("apply plan base", "Missing argument 'OUT'"),
         ("diff a b --e\x1bxact", "--e\\x1bxact"),
+        ("evaluate run --mtp --data a.txt", "`evaluate --mtp` is gone: an engine that serves"),
+        ("evaluate run --draft=head", "`evaluate --draft` is gone: an engine that serves"),
+        ("gguf-pattern out a.gguf b.gguf", "`gguf-pattern` is gone: `surgeon gguf` writes each layer's window"),
+        ("families --after control_llm", "`families --after` is gone: `surgeon preview` of a plan"),
+        ("report out --png figures", "`report --png` is gone: the page"),
+        ("transport-report out --maps=a --png b", "`transport-report --maps` is gone: `surgeon report"),
+        ("report out --routing r.json", "`report --routing` is gone: `surgeon report OUT --text"),
+        ("push out user/name --delta", "`push --delta` is gone: `surgeon delta`"),
     ],
 )
 def test_what_a_command_does_not_take_is_refused(given: str, said: str) -> None:
