@@ -158,11 +158,6 @@ class AdapterFolder:
         """The path of the adapter's config file, for messages."""
         return printable(str(self._source.path / ADAPTER_CONFIG))
 
-    @property
-    def shown_weights(self) -> str:
-        """The path of the adapter's tensor file, for messages."""
-        return printable(str(self._source.path / ADAPTER_WEIGHTS))
-
     def check_settings(self, known: Collection[str], reasons: Mapping[str, str], advice: str) -> None:
         """Raise BadInput for a setting that makes the adapter more than B A times a number at linear modules.
 

@@ -16,7 +16,7 @@ from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.common.formatting import show_layers
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.grafts.gate import FORMS, READS, gate_births
 from surgeon.grafts.registry import GRAFTS
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, TrainingDefaults
@@ -155,11 +155,6 @@ class DomainGate(Operation):
 
     def _check(self, draft: Draft) -> None:
         """Raise BadInput where this model or plan does not allow a gate."""
-        if draft.anatomy.family.encoder:
-            raise BadInput(
-                f"the base is an encoder ({printable(draft.anatomy.family.model_type)}), whose tokens see the whole"
-                " sequence, and a domain gate decides token by token; take it out of the plan"
-            )
         if any(graft.kind == "domain_gate" for layer in draft.layers for graft in layer.grafts):
             raise BadInput(
                 "the model has a domain gate already, and one decides for all; take this one out of the plan, or the"

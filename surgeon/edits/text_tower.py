@@ -47,8 +47,7 @@ def text_model(base: Derivation) -> tuple[dict[str, Any], dict[str, str]]:
     config, skeleton = seen.config, seen.skeleton
     _check_tower(config, skeleton)
     told = json.dumps(config, sort_keys=True)
-    model_type, fixed = _causal_type(told, seen.derived.heads)
-    made = _config_for(model_type, config, skeleton) | fixed
+    made = _config_for(_causal_type(told, seen.derived.heads), config, skeleton)
     built = build(made)
     if built.shapes != (shapes := _tower(skeleton, _decoder(built))):
         odd = next((name for name, shape in shapes.items() if built.shapes.get(name) != shape), "")
@@ -101,10 +100,9 @@ def _tower(skeleton: Skeleton, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=8)
-def _causal_type(told: str, heads: int) -> tuple[str, dict[str, bool]]:
-    """Return (model type, settings) of the causal class that holds the text tower of a config.json (JSON text `told`).
+def _causal_type(told: str, heads: int) -> str:
+    """Return the model type of the causal class that holds the text tower of a config.json (JSON text `told`).
 
-    The settings are what the class needs for it, for example where the tower's class always does what is optional here.
     Raises BadInput where no class holds it.
     """
     small = shrunk(json.loads(told), heads_left=heads)
@@ -116,9 +114,8 @@ def _causal_type(told: str, heads: int) -> tuple[str, dict[str, bool]]:
             built = build(made)
             if built.path or built.shapes != _tower(base, _decoder(built)):
                 continue
-            for fixed in ({}, *_flags(model_type, made, base)):
-                if _computes_the_same(base, made | fixed):
-                    return model_type, fixed
+            if _computes_the_same(base, made):
+                return model_type
             alike.append(model_type)
         except (BadInput, *LOAD_FAILURES):
             continue
@@ -131,18 +128,6 @@ def _causal_type(told: str, heads: int) -> tuple[str, dict[str, bool]]:
 
 
 _SEED, _OTHER_SEED = 3, 7
-
-
-def _flags(model_type: str, config: Mapping[str, Any], base: Skeleton) -> Iterator[dict[str, bool]]:
-    """Yield each boolean of a causal class that the tower's class lacks, with the opposite value."""
-    from transformers import CONFIG_MAPPING
-
-    told = base.text.to_dict()
-    with quiet_transformers():
-        other = config_of(config, CONFIG_MAPPING[model_type]).to_dict()
-    for key, value in other.items():
-        if type(value) is bool and key not in told and key not in config:
-            yield {key: not value}
 
 
 def _types_like(tower: str) -> Iterator[str]:

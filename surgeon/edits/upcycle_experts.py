@@ -37,8 +37,7 @@ from surgeon.common.formatting import show_layers
 from surgeon.edits.sparse.dense import BESIDE, Dense, Mixture, NoTarget, Take, check_divides
 from surgeon.edits.sparse.fit import dense_of, target_for
 from surgeon.edits.sparse.plain_ffn import dense_sites, routed_tensors
-from surgeon.edits.sparse.target import Made, Target
-from surgeon.edits.sparse.targets import TARGETS
+from surgeon.edits.sparse.targets import TARGETS, Made, Target
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase, Scale, check_fine_tune

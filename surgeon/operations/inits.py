@@ -98,12 +98,11 @@ class Init(Spec):
     paper: ClassVar[Paper] = OPT_DEUS
     # How a picture of the stack shows such a layer.
     origin: ClassVar[Origin] = "made"
-    # Whether it reads the layer above its gap; the topmost gap has none.
+    # Whether it reads the layer above its gap; the topmost gap has none, and several new layers in one gap would be
+    # equal.
     reads_above: ClassVar[bool] = False
     # Whether it learns from all layers of the base of the same kind as those around its gap.
     reads_all: ClassVar[bool] = False
-    # Whether several new layers in one gap differ.
-    several: ClassVar[bool] = True
 
     kind: str
 
@@ -130,7 +129,6 @@ class TransportInit(Init):
 
     origin: ClassVar[Origin] = "fused"
     reads_above = True
-    several = False
 
     reg: Annotated[
         float,
@@ -221,7 +219,6 @@ class AverageInit(Init):
 
     origin = "fused"
     reads_above = True
-    several = False
 
     kind: Literal["average"]
 
@@ -288,7 +285,6 @@ class Lesa(Init):
     origin = "made"
     reads_above = True
     reads_all = True
-    several = False
 
     kind: Literal["lesa"]
     hidden: Annotated[int, Field(ge=1, le=2**16, description="units of each of the network's two hidden layers")] = 256

@@ -231,11 +231,10 @@ class InsertLayers(Operation):
     def _check_gaps(self, gaps: list[int], *, top: int) -> None:
         """Raise BadInput for gaps without all the layers around them that the init reads."""
         kind = self.init.kind
-        if self.per_gap > 1 and not self.init.several:
-            others = " or ".join(name for name, init in INITS.items() if init.several)
+        others = " or ".join(name for name, init in INITS.items() if not init.reads_above)
+        if self.per_gap > 1 and self.init.reads_above:
             raise BadInput(f"`per_gap` {self.per_gap} with init {kind} would make equal layers; use {others}")
         if self.init.reads_above and top in gaps:
-            others = " or ".join(name for name, init in INITS.items() if not init.reads_above)
             raise BadInput(
                 f"init {kind} needs a layer above; after the top layer {top} there is none: leave that gap out of"
                 f" `where`, or use {others}"

@@ -33,20 +33,14 @@ def select_sites(draft: Draft, selector: LayerSelector, *roles: str) -> list[int
         return fitting
     words = " or ".join(_WORDS.get(role, "FFN") for role in roles)
     every = [layer for layer in range(len(draft.layers)) if set(roles) & draft.blocks(layer).keys()]
-    there = (
-        f"layers {show(every)} have one: choose `layers` by that" if every else f"no layer has one: {_instead(draft)}"
-    )
+    there = "no layer has one: use insert_layers or mixture_of_control, which stands beside token mixers too"
+    if every:
+        there = f"layers {show(every)} have one: choose `layers` by that"
     lacking = next(layer for layer in layers if layer not in fitting)
     raise BadInput(
         f"layer {lacking} of this {printable(draft.anatomy.family.model_type)} has no {words} beside which a graft"
         f" could stand; {there}"
     )
-
-
-def _instead(draft: Draft) -> str:
-    """Return advice for a message: which operations fit a model without the block in any layer."""
-    mixers = any(ATTENTION in draft.blocks(layer) for layer in range(len(draft.layers)))
-    return "use insert_layers" + (" or mixture_of_control, which stands beside token mixers too" if mixers else "")
 
 
 def default_activation(draft: Draft, layer: int) -> str:

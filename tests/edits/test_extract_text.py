@@ -103,7 +103,7 @@ def test_a_delta_brings_it_and_surgeries_go_on(tmp_path: Path) -> None:
     [
         ("mllama", r"cross_attn .*attend to images inside the text tower"),
         ("paligemma", r"gemma has its tensors, and on a twin gives other logits"),
-        ("qwen3_vl_moe", r"a qwen3_moe stores it in another layout"),
+        ("qwen3_vl_moe", r"qwen3_moe has its tensors, and on a twin gives other logits"),
     ],
 )
 def test_towers_that_no_causal_class_holds(model_type: str, reason: str, tmp_path: Path) -> None:

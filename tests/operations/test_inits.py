@@ -101,7 +101,7 @@ def test_above_the_top_layer_an_init_makes_a_layer_or_refuses(kind: str, base: P
 
 @pytest.mark.parametrize("kind", INITS)
 def test_several_new_layers_in_a_gap_differ_or_are_refused(kind: str, base: Path) -> None:
-    if not INITS[kind].several:
+    if INITS[kind].reads_above:
         with pytest.raises(BadInput, match=f"init {kind} would make equal layers; use copy or random"):
             drawn(base, kind, "{after: [1]}", per_gap=2)
         return
@@ -113,7 +113,7 @@ def test_several_new_layers_in_a_gap_differ_or_are_refused(kind: str, base: Path
     assert first.keys() == second.keys() and first != second
 
 
-@pytest.mark.parametrize("kind", [kind for kind in INITS if INITS[kind].several])
+@pytest.mark.parametrize("kind", [kind for kind in INITS if not INITS[kind].reads_above])
 def test_below_the_lowest_layers_an_init_makes_layers_or_refuses(kind: str, base: Path) -> None:
     """Three new layers above layer 0: copies would be of layers -2, -1 and 0."""
     below = INITS[kind](kind=kind).reads_below(3)

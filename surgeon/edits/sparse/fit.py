@@ -14,8 +14,7 @@ from surgeon.anatomy.twin import shrunk, twin_of
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.edits.sparse.dense import BESIDE, STEM, Dense, Form, Mixture, NoTarget, check_divides
-from surgeon.edits.sparse.target import Made, Target
-from surgeon.edits.sparse.targets import TARGETS
+from surgeon.edits.sparse.targets import TARGETS, Made, Target
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:
