@@ -27,7 +27,6 @@ from surgeon.checkpoint.trust import (
     brought_by,
     check_config,
     check_trusted,
-    known_wrong,
     names_code,
     without_code,
 )
@@ -119,8 +118,6 @@ class CheckpointFolder:
             model_code = without.model_code
         # An output contains no code but surgeon's own. So foreign code in an output is refused, not just left out.
         check_trusted(brought, source.shown, trust_remote_code=trust_remote_code)
-        if brought.code == "foreign" and CODE_FILE in listing and (wrong := known_wrong(source)):
-            notes.append(f"{CODE_FILE}: {wrong}; `surgeon refresh` writes this version's")
         if brought.code != "foreign" and config.get("model_type") == "mistral" and "layer_types" in config:
             config = _ministral(config)
             notes.append("config.json: transformers reads a mistral with `layer_types` as ministral, and so it is here")

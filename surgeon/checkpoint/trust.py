@@ -13,10 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Literal
-
-from packaging.version import Version
 
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
 from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, in_full, quantisation
@@ -24,7 +21,7 @@ from surgeon.common.library import has_class, has_own, has_type
 from surgeon.common.plugins import any_installed
 from surgeon.errors import BadInput, printable
 from surgeon.grafts.bundle import CODE_FILE, bundle
-from surgeon.grafts.composition import PREFIX, composition_of
+from surgeon.grafts.composition import composition_of
 
 MAX_CODE_BYTES = 1_000_000
 
@@ -55,8 +52,6 @@ _IMPLEMENTATION = re.compile(r"_*(attn|experts)_implementation.*", re.DOTALL)
 _REFERENCE = re.compile(r"(?:[\w.-]+/)?[\w.-]+--[\w./-]+\.[A-Za-z_]\w*")
 _LONGEST_REFERENCE = 300
 _MOST_NAMED = 6
-# How earlier versions' grafts looked up the KV cache, and the transformers version that renamed this argument.
-_OLD_CACHE, _CACHE_RENAMED = b'.get("past_key_values")', Version("5.24")
 # A field with the checkpoint's origin, often a cache path. Such a path also contains `--`, but is no reference to code.
 _ORIGIN = "name_or_path"
 
@@ -130,31 +125,16 @@ def _not_ours(
     """
     native = composition_of(config)
     if config.get("auto_map") and (native is None or config["auto_map"] != native.auto_map):
-        earlier = str(config.get("model_type")).startswith(PREFIX) and "anatomy" not in config
-        of_what = " of an earlier surgeon, whose code this version does not ship" if earlier else ""
-        return f"{_PARSED} has an `auto_map`{of_what}"
+        return f"{_PARSED} has an `auto_map`"
     if lying := [name for name in scripts if not (ours and name == CODE_FILE)]:
         makers = "surgeon and its plugins ship" if any_installed() else "surgeon ships"
-        found = f"{printable(lying[0])} lies in it, which is not what this version of {makers}"
-        wrong = known_wrong(source) if lying[0] == CODE_FILE else ""
-        return f"{found}; {wrong}" if wrong else found
+        return f"{printable(lying[0])} lies in it, which is not what this version of {makers}"
     if config.get("auto_map") and not ours:
         return f"{_PARSED} has an `auto_map` to {CODE_FILE}, which is not there"
     for name, content in _settings(config, listing, source):
         if found := leads_to_code(content, except_auto_map=name == _PARSED):
             return f"{printable(name)} {found}"
     return ""
-
-
-def known_wrong(source: Source) -> str:
-    """Return why code that an earlier surgeon shipped fails under the installed transformers; "" if no reason is known.
-
-    The code is only read as text.
-    """
-    installed = metadata.version("transformers")
-    if Version(installed) < _CACHE_RENAMED or _OLD_CACHE not in source.small(CODE_FILE, max_bytes=MAX_CODE_BYTES):
-        return ""
-    return f"under transformers {installed} it does not find the cache, and loses what grafts keep between tokens"
 
 
 def _settings(config: Mapping[str, Any], listing: Mapping[str, int], source: Source) -> Iterator[tuple[str, Any]]:

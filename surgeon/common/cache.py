@@ -25,10 +25,6 @@ _OFF = "off"
 MAX_ENTRY_BYTES = 16_000_000
 _MAX_ENTRIES = 128
 _MAX_BYTES = 128_000_000
-# One process may exceed a limit by a share of 1 / `_SLACK` before it checks the folder again.
-_SLACK = 16
-# Entries and bytes that this process wrote to a folder since it last checked the whole folder.
-_written: dict[Path, tuple[int, int]] = {}
 
 
 def is_off() -> bool:
@@ -75,7 +71,7 @@ def _code(folder: Path, name: str, content: bytes) -> bytes:
 
 
 def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENTRIES) -> None:
-    """Write an entry by one rename; remove the oldest where there are more than about `most`, or too many bytes.
+    """Write an entry by one rename; remove the oldest where there are more than `most`, or too many bytes.
 
     Does nothing for an entry that is too large, or where the folder is not only the user's or cannot be written.
     """
@@ -94,12 +90,7 @@ def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENT
         finally:
             with contextlib.suppress(FileNotFoundError):
                 Path(staged).unlink()
-        # The default makes the first write to a folder check it: it may hold entries of earlier processes.
-        entries, total = _written.get(folder, (most, 0))
-        _written[folder] = entries, total = entries + 1, total + len(content)
-        if entries * _SLACK >= most or total * _SLACK >= _MAX_BYTES:
-            _prune(folder, most)
-            _written[folder] = (0, 0)
+        _prune(folder, most)
 
 
 def _is_ours(found: os.stat_result) -> bool:

@@ -182,9 +182,6 @@ class _Said:
     def _meant(self, key: str, place: Place) -> str:
         """Return the name here of an unknown key, as far as it can be guessed."""
         beside = self.keys_beside(place)
-        needed = self.forms.needed_about(self.data, place[:-1], key)
-        if needed is not None and key not in self.habits and nearest(key, beside, cutoff=0.7) is None:
-            return f"; did you mean `{needed}`?"
         if key in self.habits or len(place) != 1 or key in beside or (home := self.forms.home_of(key)) is None:
             return self._here(key, beside)
         return f"; here it is `{home}`"

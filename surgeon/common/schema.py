@@ -97,12 +97,6 @@ class Forms:
         """Return the keys that the mapping at `place` of `data` may have."""
         return list(dict.fromkeys(key for form in self._at(data, place) for key in form.get("properties", {})))
 
-    def needed_about(self, data: Any, place: Place, word: str) -> str | None:
-        """Return the key that the mapping at `place` must have and whose description has `word`; None for none."""
-        about = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
-        needed = ((key, form["properties"][key]) for form in self._at(data, place) for key in form.get("required", ()))
-        return next((key for key, each in needed if about.search(str(each.get("description", "")))), None)
-
     def tags(self, data: Any, place: Place, key: str) -> list[str]:
         """Return the values of `key` that distinguish the possible forms of the mapping at `place`."""
         return [tag for form in self._at(data, place) if (tag := _tag(form, key)) is not None]

@@ -153,12 +153,9 @@ def read_signed(path: Path) -> Signed | None:
         raise ValueError("it is not what its first line says")
     code, _, body = kept.partition(b"\n")
     try:
-        entry = json.loads(body or code)
+        entry = json.loads(body)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not body:
-        # The format of earlier versions, without a signature.
-        return Signed(entry, here=False, own=False, by="")
     if not isinstance(entry, dict):
         raise ValueError("it is no record")
     try:

@@ -73,7 +73,7 @@ class FittedTable:
             yield self._side_by_side(self._rows, shown, least, options.max_width)
         elif self._headings:
             for cells in self._rows:
-                yield self._stacked(cells, shown, options.max_width)
+                yield self._stacked(cells, shown)
         else:
             yield from self._named(shown, options.max_width)
 
@@ -144,48 +144,18 @@ class FittedTable:
             table.add_row(*(cells[number] if number < len(cells) else "" for number in shown))
         return table
 
-    def _stacked(self, cells: Sequence[Text], shown: Sequence[int], room: int) -> RenderableType:
+    def _stacked(self, cells: Sequence[Text], shown: Sequence[int]) -> RenderableType:
         """Return one row as a block: the cells that identify it, then the other cells with their headings, indented."""
         there = [number for number in shown if number < len(cells) and cells[number].plain]
-        if not there:
-            return Text()
+        name = Text("  ").join(cells[number] for number in there if number < self._names)
         rest = [number for number in there if number >= self._names]
-        parts: list[RenderableType] = [Text("  ").join(cells[number] for number in there if number < self._names)]
-        prose = [number for number in rest if not self._columns[number].number]
-        width = max((cell_len(self._columns[number].heading) for number in prose), default=0) + _GAP
-        for number in prose:
-            heading = Text(self._columns[number].heading, style="dim")
-            if _longest_word([cells[number].plain]) > room - _INDENT - width:
-                parts += [_indented(heading), _indented(cells[number], 2 * _INDENT)]
-                continue
-            pair = Table.grid(padding=(0, _GAP, 0, 0))
-            pair.add_column(width=width - _GAP)
-            pair.add_column(overflow="fold")
-            pair.add_row(heading, cells[number])
-            parts.append(_indented(pair))
-        pairs = [
-            Text.assemble((self._columns[number].heading, "dim"), " ", cells[number])
-            for number in rest
-            if self._columns[number].number
-        ]
-        parts += [_indented(line) for line in _flowed(pairs, room - _INDENT)]
-        return Group(*parts)
+        lines = [Text.assemble((self._columns[number].heading, "dim"), " ", cells[number]) for number in rest]
+        return Group(name, *map(_indented, lines))
 
 
-def _indented(content: RenderableType, by: int = _INDENT) -> Padding:
-    """Return the content indented by a number of spaces."""
-    return Padding(content, (0, 0, 0, by))
-
-
-def _flowed(pairs: Sequence[Text], room: int) -> list[Text]:
-    """Return lines with as many pairs on each as fit."""
-    lines: list[Text] = []
-    for pair in pairs:
-        if lines and lines[-1].cell_len + 3 + pair.cell_len <= room:
-            lines[-1] = Text.assemble(lines[-1], "   ", pair)
-        else:
-            lines.append(pair)
-    return lines
+def _indented(content: RenderableType) -> Padding:
+    """Return the content indented."""
+    return Padding(content, (0, 0, 0, _INDENT))
 
 
 def _longest_word(texts: Sequence[str]) -> int:

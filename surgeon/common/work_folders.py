@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 import stat
@@ -17,7 +15,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from surgeon.errors import BadInput, printable
 
@@ -131,20 +129,6 @@ def _is_at(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def record_of(data: Any) -> bytes:
-    """Return JSON data as the content of one of surgeon's own files: its first line is the digest of the rest."""
-    kept = json.dumps(data).encode()
-    return hashlib.sha256(kept).hexdigest().encode() + b"\n" + kept
-
-
-def parse_record(content: bytes) -> Any:
-    """Return the data in such a content. Raises ValueError where the first line's digest does not match."""
-    digest, kept = content.split(b"\n", 1)
-    if digest.decode("ascii") != hashlib.sha256(kept).hexdigest():
-        raise ValueError("it is not what its first line says")
-    return json.loads(kept)
 
 
 def read_own(path: Path) -> bytes | None:

@@ -100,8 +100,8 @@ def test_columns_fold_prose_alone_and_are_stacked_where_that_is_not_enough() -> 
     ]
     assert [line.rstrip() for line in lines(table, 40)] == [
         "insert_layers",
-        "  why  new layers add exactly zero to",
-        "       the residual stream",
+        "  why new layers add exactly zero to the",
+        "  residual stream",
         "  tokens 1,234,567",
     ]
 

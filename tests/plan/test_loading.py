@@ -160,13 +160,6 @@ operations:
     assert pickle.loads(pickle.dumps(caught.value)).lines == caught.value.lines
 
 
-@pytest.mark.parametrize("key", ["adapter", "path", "peft"])
-def test_a_key_in_the_place_of_a_needed_one_leads_to_it(key: str) -> None:
-    with pytest.raises(Mistakes) as caught:
-        parse_plan(f"surgeon: 1\noperations:\n  - op: merge_adapter\n    {key}: mine\n", source="plan.yaml")
-    assert caught.value.lines[-1] == f"plan.yaml:4: unknown key `{key}`; did you mean `from`?"
-
-
 def test_at_most_three_plans_are_suggested(tmp_path: Path) -> None:
     def told(plan: str) -> str:
         with pytest.raises(BadInput) as caught:

@@ -29,8 +29,6 @@ import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.common import devices, signed
 from surgeon.common.listener import Quiet
-from surgeon.common.signed import read_signed
-from surgeon.common.work_folders import record_of
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.data.scoring import score_sequences
@@ -551,12 +549,6 @@ def test_a_run_belongs_to_its_user_and_place(cut_off: Path, tmp_path: Path, monk
         begun(cut_off, tmp_path / "there")
     (tmp_path / "there").rename(home)
     assert begun(cut_off, home) == []
-    # As an earlier version, or whoever knows how it did, writes it.
-    signed = (work / "run.json").read_bytes()
-    (work / "run.json").write_bytes(record_of(read_signed(work / "run.json").data))
-    with pytest.raises(BadInput, match="this user did not write it here, and it does not say who did"):
-        begun(cut_off, home)
-    (work / "run.json").write_bytes(signed)
     # Another user, or another home.
     state = Path(os.environ["SURGEON_STATE"])
     monkeypatch.setenv("SURGEON_STATE", str(tmp_path / "state"))
