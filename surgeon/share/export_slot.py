@@ -223,11 +223,27 @@ def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int
     return sorted(pieces, key=lambda piece: (piece.layer, piece.target))
 
 
+def _is_alone(anatomy: Anatomy, target: str) -> bool:
+    """Return whether, in every layer, `target` is the only linear module whose path ends in its last name.
+
+    False where the model has further parts, such as an image tower, whose modules could have this name too.
+    """
+    if anatomy.derivation.path or anatomy.beyond:
+        return False
+    last = target.rpartition(".")[2]
+    held = (anatomy.linear(index) for index in range(anatomy.sizes.layers))
+    return all([name for name in modules if name.rpartition(".")[2] == last] == [target] for modules in held)
+
+
 def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dropout: float) -> dict[str, Any]:
     """Return the adapter_config.json with which PEFT creates these ranks and scales at exactly these modules."""
     kinds = {piece: (piece.rank, _alpha(piece.scale, piece.rank)) for piece in pieces}
     (rank, alpha), _ = Counter(kinds.values()).most_common(1)[0]
     paths = {piece: anatomy.module_name(piece.layer, piece.target) for piece in pieces}
+    targets = Counter(piece.target for piece in pieces)
+    # Use the last names where they match no other module, for example in an image tower.
+    everywhere = all(count == len(origin.layers) and _is_alone(anatomy, target) for target, count in targets.items())
+    names = [target.rpartition(".")[2] for target in targets] if everywhere else [paths[piece] for piece in pieces]
     # True where a module's matrix is stored as inputs × outputs (GPT-2's `Conv1D`).
     transposed = any(
         anatomy.layers[piece.layer][f"{piece.target}.weight"].shape != piece.up.shape[:1] + piece.down.shape[1:]
@@ -243,9 +259,9 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
         "lora_alpha": alpha,
         "lora_dropout": dropout,
         "use_rslora": False,
-        "rank_pattern": {paths[piece]: kind[0] for piece, kind in kinds.items() if kind[0] != rank},
-        "alpha_pattern": {paths[piece]: kind[1] for piece, kind in kinds.items() if kind[1] != alpha},
-        "target_modules": [*paths.values()],
+        "rank_pattern": _pattern({piece: kind[0] for piece, kind in kinds.items()}, rank, paths),
+        "alpha_pattern": _pattern({piece: kind[1] for piece, kind in kinds.items()}, alpha, paths),
+        "target_modules": names,
         "bias": "none",
         "fan_in_fan_out": transposed,
         "init_lora_weights": True,
@@ -297,6 +313,21 @@ def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], t
             raise BadInput(f"{name}: shape {list(info.shape)}, config.json's `surgery` requires {list(shape)}")
         found.append(info)
     return Piece(layer, target, rank, scale, *found)
+
+
+def _pattern(values: Mapping[Piece, float], usual: float, paths: Mapping[Piece, str]) -> dict[str, float]:
+    """Return the values that differ from `usual`, by module, as PEFT's rank and alpha patterns need them.
+
+    A module is named by its last name where its value is the same in all layers, else by its path.
+    """
+    by_target: dict[str, set[float]] = {}
+    for piece, value in values.items():
+        by_target.setdefault(piece.target, set()).add(value)
+    return {
+        piece.target.rpartition(".")[2] if len(by_target[piece.target]) == 1 else paths[piece]: value
+        for piece, value in values.items()
+        if value != usual
+    }
 
 
 def _dropout(out: CheckpointFolder, slot: int) -> float:

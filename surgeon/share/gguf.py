@@ -8,6 +8,7 @@ llama.cpp would run wrongly without a word.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import json
@@ -29,6 +30,7 @@ from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.strict_json import json_object
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
 from surgeon.common.disk_space import check_room, writing
+from surgeon.common.files import read_given
 from surgeon.common.formatting import at_revision, size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.library import LOAD_FAILURES, first_line
@@ -41,6 +43,7 @@ from surgeon.models.gguf_file import base_headers
 SCRIPT = "convert_hf_to_gguf.py"
 # The types that converters write, and about how many bytes each needs for a number.
 TYPES = {"bf16": 2.0, "q8_0": 34 / 32, "f16": 2.0, "f32": 4.0}
+_LARGEST_SOURCE = 4 << 20
 # The method by which every known version of the converter names a pre-tokenizer.
 _NAMES_PRE = "get_vocab_base_pre"
 
@@ -112,7 +115,7 @@ def write_gguf(
     job: dict[str, Any] = {"out": str(folder.path.resolve()), "script": str(script.resolve()), "name": named}
     job |= {"type": type, "base": None, "told": "told.json", "file": "model.gguf"}
     job["instead"] = f"--base {at_revision((first := _bases(folder)[0]).id, first.revision)}"
-    _check_served(folder)
+    _check_served(folder, script)
     with writing(target):
         check_room(target.parent, int(sum(info.numel for info in folder.tensors.values()) * TYPES[type]))
         room = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent)).resolve()
@@ -150,8 +153,8 @@ def _found(given: str | Path | None) -> Path:
     if given is None:
         raise BadInput(f"no {SCRIPT} on the PATH; give --converter, a checkout of llama.cpp that has it")
     script = Path(given) / SCRIPT if Path(given).is_dir() else Path(given)
-    if script.suffix != ".py" or not script.is_file():
-        raise BadInput(f"{printable(str(script))}: no Python file; give a checkout of llama.cpp, or its {SCRIPT}")
+    if not script.is_file():
+        raise BadInput(f"{printable(str(script))}: no such file; give a checkout of llama.cpp, or its {SCRIPT}")
     return script
 
 
@@ -161,14 +164,34 @@ def _bases(out: CheckpointFolder) -> list[Any]:
     return [surgery.base for surgery in (*manifest.lineage, manifest)]
 
 
-def _check_served(folder: CheckpointFolder) -> None:
-    """Raise BadInput for an output that llama.cpp does not know, or would run wrongly."""
-    shown, config = printable(str(folder.path)), folder.config
+def _check_served(folder: CheckpointFolder, script: Path) -> None:
+    """Raise BadInput for a class that the converter does not register, or that llama.cpp would run wrongly.
+
+    The converter is read, not run: it is one file, or has a folder `conversion` beside it.
+    """
+    shown, config, named = printable(str(folder.path)), folder.config, printable(str(script))
+    kind = (_text_config(config).get("architectures") or config.get("architectures") or ["no class"])[0]
     if is_grafted(config):
         way = "merge, fold or export them first (docs/how-to/sharing.md, engines)"
-        raise BadInput(f"{shown}: has grafts, which llama.cpp does not know; {way}")
+        raise BadInput(f"{shown}: {printable(str(kind))} has grafts, which llama.cpp does not know; {way}")
     if (scaled := other_scale(config)) is not None:
         raise BadInput(f"{shown}: {scaled}; give it another number of layers")
+    listed: set[Any] = set()
+    known = False
+    for source in (script, *sorted((script.resolve().parent / "conversion").glob("*.py"))):
+        text = read_given(source, what="converter", most=_LARGEST_SOURCE)
+        known = known or f"def {_NAMES_PRE}(".encode() in text
+        try:
+            calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        except (SyntaxError, ValueError):
+            raise BadInput(f"{printable(str(source))}: not Python; give llama.cpp's {SCRIPT}") from None
+        registered = (each for each in calls if getattr(each.func, "attr", "") == "register")
+        listed |= {name.value for each in registered for name in each.args if isinstance(name, ast.Constant)}
+    if not known or not listed:
+        raise BadInput(f"{named}: no converter that surgeon knows, as it lacks {_NAMES_PRE}; give llama.cpp's {SCRIPT}")
+    if kind not in listed:
+        way = "use a newer llama.cpp, if one has it"
+        raise BadInput(f"{shown}: {printable(str(kind))} is none of the {len(listed)} classes of {named}; {way}")
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,10 +261,7 @@ def _drive(job: Mapping[str, Any]) -> None:
         kinds = [getattr(module, "ModelBase", None) or module.Model]
         for kind in kinds:
             kinds += kind.__subclasses__()
-        naming = next((kind for kind in kinds if _NAMES_PRE in vars(kind)), None)
-        if naming is None:
-            raise BadInput(f"{script}: no converter that surgeon knows, as it lacks {_NAMES_PRE}; give llama.cpp's")
-        _name_pre(naming, job)
+        _name_pre(next(kind for kind in kinds if _NAMES_PRE in vars(kind)), job)
         _complete(module.gguf.GGUFWriter, job, told)
         sys.argv = [str(script), job["out"], "--outfile", job["file"], "--outtype", job["type"]]
         sys.argv += ["--model-name", job["name"]]

@@ -113,6 +113,9 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = write_text(room / "kept.jsonl", ENGLISH[1:2])
     surgeon.apply(plan(f"trim_vocabulary, text: {kept}, pad_to_multiple_of: 32"), base, room / "trimmed")
     surgeon.apply("neutral-residues", base, room / "grafted")
+    surgeon.apply(
+        "untie-embeddings", byte_level(tiny.checkpoint(room / "tied", "qwen3", vocab_size=320)), room / "qwen3"
+    )
     windows = tiny.checkpoint(room / "windows", "gemma3_text", vocab_size=320, num_hidden_layers=12)
     surgeon.apply("llama-pro", byte_level(windows, size=320), room / "deeper")
     ids = AutoTokenizer.from_pretrained(base).encode(TEXT)
@@ -189,11 +192,13 @@ REFUSED_AT_ONCE = [
     (["trimmed", "there.gguf"], "there.gguf: already exists"),
     (["trimmed", "no/x.gguf"], "no: no such folder"),
     (["base", "x.gguf"], "no surgery.json"),
-    (["grafted", "x.gguf"], "has grafts, which llama.cpp does not know; merge"),
+    (["grafted", "x.gguf"], "UpcycledLlamaForCausalLM has grafts, which llama.cpp does not know; merge"),
+    (["qwen3", "x.gguf"], "Qwen3ForCausalLM is none of the 2 classes of"),
     (["trimmed", "x.gguf", "--type", "Q4_K_M"], "writes bf16, q8_0, f16, f32; llama-quantize makes it of a bf16 file"),
     (["trimmed", "x.gguf", "--type", "fp7"], "writes bf16, q8_0, f16, f32"),
-    (["trimmed", "x.gguf", "--converter", "nowhere"], "nowhere: no Python file"),
-    (["trimmed", "x.gguf", "--converter", "trimmed/tokenizer.json"], "no Python file; give"),
+    (["trimmed", "x.gguf", "--converter", "nowhere"], "nowhere: no such file"),
+    (["trimmed", "x.gguf", "--converter", "trimmed/tokenizer.json"], "no converter that surgeon knows"),
+    (["trimmed", "x.gguf", "--converter", "trimmed/model.safetensors"], "not Python; give llama.cpp's"),
     (["trimmed", "x.gguf", "--base", "stranger"], "has no tokenizer.json of a base of trimmed; give the base"),
 ]
 
@@ -206,6 +211,8 @@ def test_what_is_refused_at_once(
     room.mkdir()
     for path in grown.iterdir():
         (room / path.name).symlink_to(path)
+    if "trimmed/model.safetensors" in given:
+        given = [*given[:-1], f"trimmed/{next((grown / 'trimmed').glob('*.safetensors')).name}"]
     (room / "there.gguf").write_text("mine")
     before = sorted(room.iterdir())
     monkeypatch.chdir(room)
@@ -219,7 +226,7 @@ def test_what_is_refused_at_once(
 def test_a_refusal_comes_before_torch(grown: Path) -> None:
     code = (
         "import sys, surgeon\ntry:\n"
-        f"    surgeon.write_gguf({str(grown / 'grafted')!r}, {str(grown / 'x.gguf')!r}, converter={str(grown)!r})\n"
+        f"    surgeon.write_gguf({str(grown / 'qwen3')!r}, {str(grown / 'x.gguf')!r}, converter={str(grown)!r})\n"
         "except surgeon.BadInput:\n    print({'torch', 'transformers'} & sys.modules.keys() or 'none')"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -253,7 +260,7 @@ def test_a_depth_by_which_llama_cpp_takes_another_scale(grown: Path, tmp_path: P
     from surgeon.share.gguf import _check_served
 
     with pytest.raises(BadInput, match=r"scales queries by 1/√32 .*\(`query_pre_attn_scalar`\)"):
-        _check_served(folder)
+        _check_served(folder, grown / "convert_hf_to_gguf.py")
 
 
 @pytest.fixture(scope="module")
