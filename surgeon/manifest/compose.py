@@ -75,16 +75,14 @@ def base_entry(
 class Written:
     """The results of an execution: what it wrote, and what it found on the way.
 
-    `digests` are digests of output tensors, `files` of the files next to them, `texts` of the texts on which the base
-    was run. `reports` are reports of solvers, of networks and of merges, by the names of transport maps, networks and
-    tensors. `models` are other models from which tensors were taken. `proven` are the versions of the libraries with
-    which the promise was proven on a twin.
+    `digests` are digests of output tensors, `files` of the files next to them. `reports` are reports of solvers, of
+    networks and of merges, by the names of transport maps, networks and tensors. `models` are other models from which
+    tensors were taken. `proven` are the versions of the libraries with which the promise was proven on a twin.
     """
 
     digests: Mapping[str, str]
     files: Mapping[str, str]
     reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, ModelEntry] = field(default_factory=dict)
     proven: Mapping[str, str] = field(default_factory=dict)
 
@@ -132,7 +130,7 @@ def compose(
             "new_tensors": _new_tensors_of(blueprint, written.digests),
             "transport_maps": maps,
             "files": dict(sorted(written.files.items())),
-            "texts": dict(written.texts),
+            "texts": {},
             "plugins": plugins_of(blueprint),
             "training": [],
             "lineage": lineage,

@@ -20,7 +20,6 @@ from surgeon.blueprint.recipes import (
     Fused,
     MapRef,
     Recipe,
-    TextSupport,
     WholeHeads,
     average,
 )
@@ -48,23 +47,19 @@ def fuse_layers(
     heads: Heads,
     settings: Mapping[str, object],
     skip: frozenset[str],
-    support: TextSupport | None = None,
     unaligned: Unaligned = "refuse",
     order: Order = "align_first",
 ) -> dict[str, Recipe]:
     """Return recipes, by suffix, of the layer fused from layers `below` and `below + 1` of the draft.
 
     With `heads` "blocks" query, key and value are aligned by whole heads, and the attention output uses the query
-    heads' map as its T_in in every flow: its columns are those heads. With `support` rows are compared by activations,
-    which only layers of the base have; raises BadInput for others. Modules without a known role are averaged; where
+    heads' map as its T_in in every flow: its columns are those heads. Modules without a known role are averaged; where
     `unaligned` is "refuse", BadInput names them. `order` decides whether T_in moves the lower layer's rows before their
     cost is computed. Adds the shared couplings to the draft, named `{label}.{role}`. Tensors in `skip` are zeroed
     afterwards: a map that only they need is not computed (down_proj's, in families without post-norms); o_proj's map
     is, since gate and up use it as their T_in.
     """
     kind = draft.kind_of(below)
-    if support is not None:
-        _check_support(draft, below, kind)
     _check_aligned(draft.anatomy.family.model_type, kind, skip, unaligned)
     if heads == "blocks":
         _check_whole_heads(draft, below)
@@ -86,7 +81,6 @@ def fuse_layers(
                 t_in=flow_of.t_in(role),
                 settings=tuple(sorted(settings.items())),
                 whole_heads=whole_heads if role in _OF_HEADS else None,
-                support=support,
                 cost_first=cost_first,
             )
         )
@@ -181,24 +175,6 @@ def _check_whole_heads(draft: Draft, below: int) -> None:
         raise BadInput(
             f"`heads: blocks` aligns whole heads, and on a twin of this {draft.anatomy.family.model_type} those of"
             f" layer {below} cannot change places; use `heads: free`"
-        )
-
-
-def _check_support(draft: Draft, below: int, kind: LayerKind) -> None:
-    """Raise BadInput where two layers cannot be compared by activations.
-
-    These are layers with experts, and layers that are not unchanged layers of the base.
-    """
-    for index in (below, below + 1):
-        if draft.layers[index].base is None or draft.layers[index].rewritten:
-            raise BadInput(
-                f"`support: activations` needs layers of the base on both sides; layer {index} was made by an earlier"
-                " operation: put this one first, or use `support: weights`"
-            )
-    if router_of(kind.parts) is not None:
-        raise BadInput(
-            "`support: activations` compares what linear modules put out, and the experts of a layer are not such"
-            " modules; use `support: weights`"
         )
 
 

@@ -10,11 +10,11 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Predicted, Random, Recipe, Shuffled, TextSupport, average
+from surgeon.blueprint.recipes import Constant, Predicted, Random, Recipe, Shuffled, average
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.operations.fusion import Flow, Heads, Order, Unaligned, fuse_layers, ways
@@ -166,51 +166,10 @@ class TransportInit(Init):
         Field(description="modules that nothing is known to align by: refuse the layer, or average them as they stand"),
     ] = "refuse"
     max_iterations: Annotated[int, Field(ge=1, le=1_000_000, description="most Sinkhorn iterations")] = 10_000
-    support: Annotated[
-        Literal["weights", "activations"],
-        Field(description="compare rows of weights, or the modules' outputs on a text (needs a `cost_scale`)"),
-    ] = "weights"
-    text: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="for activations: a text or JSON-lines file; a relative path starts at the plan's folder",
-        ),
-    ] = None
-    samples: Annotated[int, Field(ge=2, le=2**20, description="for activations: number of tokens of the text")] = 512
-    window: Annotated[int, Field(ge=2, le=2**16, description="for activations: tokens in each sequence")] = 128
-
-    @model_validator(mode="after")
-    def _support_fits(self) -> Self:
-        """Check that the fields about activations are given only with `support: activations`, and then fit it.
-
-        Raises ValueError.
-        """
-        if self.support == "weights":
-            given = sorted({"text", "samples", "window"} & self.model_fields_set)
-            if given:
-                raise ValueError(f"`{given[0]}` has a meaning with `support: activations` only")
-            return self
-        if self.text is None:
-            raise ValueError("`support: activations` needs a `text`, on which the base is run")
-        if self.cost_scale == "none":
-            raise ValueError(
-                "`support: activations` needs `cost_scale: max` or `mean`: distances of activations have another scale"
-                " at every module and with every number of samples"
-            )
-        if self.order == "cost_first":
-            raise ValueError(
-                "`order: cost_first` is about the cost of weights; with `support: activations` T_in has no part in it:"
-                " leave `order` out"
-            )
-        if self.heads == "blocks":
-            raise ValueError("`heads: blocks` compares weights; it does not go with `support: activations`")
-        return self
 
     def small(self) -> Self:
         """Return the init with alignment by single rows of weights: a twin's promise does not depend on the map."""
-        left = {"support", "text", "samples", "window", "heads"}
-        return type(self).model_validate(self.model_dump(exclude=left, exclude_unset=True))
+        return type(self).model_validate(self.model_dump(exclude={"heads"}, exclude_unset=True))
 
     def fused(self, gap: Gap) -> dict[str, Recipe]:
         """Return the recipes of the fused layer: the layer below, aligned along its maps, averaged with the one above.
@@ -226,7 +185,6 @@ class TransportInit(Init):
             heads=self.heads,
             settings=self.transport_settings,
             skip=gap.zeroed,
-            support=None if self.text is None else TextSupport(self.text, self.samples, self.window),
             unaligned=self.unaligned,
             order=self.order,
         )

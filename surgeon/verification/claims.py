@@ -1,10 +1,10 @@
 """The manifest as a claim: it and the files next to the weights are compared with what plan and base produce.
 
 Fields that nothing can prove are not compared: the base's name (`base.id`, `base.revision`), comments of the plan,
-reports of solvers and of training (`transport_maps`, losses, settings, sizes of changes), the digests of the text on
-which a plan ran the base and of other models it took tensors from, the texts measured and tokens chosen when a
-vocabulary grew, measurements of layers before some were removed, the changes by merges and the sizes of adapters, and
-the digest at birth of a computed tensor that was trained since.
+reports of solvers and of training (`transport_maps`, losses, settings, sizes of changes), the digests of other models
+that a plan took tensors from, the texts measured and tokens chosen when a vocabulary grew, measurements of layers
+before some were removed, the changes by merges and the sizes of adapters, and the digest at birth of a computed tensor
+that was trained since.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def manifest_differences(
     """
     native = str(manifest.base.config.get("model_type"))
     base = manifest.base.model_copy(update={"model_type": native, "layers": len(blueprint.layer_of_base)})
-    texts = [coupling.support.text for coupling in blueprint.couplings.values() if coupling.support is not None]
     made_of = (each for output in blueprint.outputs if output.new for each in output.recipe.walk())
     fits = dict.fromkeys(each.own_fit for each in made_of if each.own_fit is not None)
     expected = compose(
@@ -87,7 +86,6 @@ def manifest_differences(
             reports={name: manifest.transport_maps.get(name, {}) for name in blueprint.couplings}
             | {name: manifest.fits[name].model_dump() for name in fits if name in manifest.fits}
             | {name: manifest.merged.get(name, _NO_CHANGE).model_dump() for name in blueprint.changes},
-            texts={name: manifest.texts.get(name, "0" * 64) for name in texts},
             models={n: manifest.models.get(n, ModelEntry(id=n, sha256="0" * 64)) for n in blueprint.taken},
         ),
     ).data()

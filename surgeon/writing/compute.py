@@ -56,7 +56,6 @@ class Evaluator:
         *,
         device: str = "cpu",
         stopwatch: Stopwatch | None = None,
-        plan_source: str = "",
         adapters: Mapping[str, AdapterFolder] | None = None,
         models: Mapping[str, CheckpointFolder] | None = None,
     ) -> None:
@@ -67,7 +66,7 @@ class Evaluator:
         self.models = models or {}
         self.device = torch.device(device)
         self.stopwatch = stopwatch or Stopwatch()
-        self.maps = Maps(blueprint.couplings, self, base, plan_source=plan_source)
+        self.maps = Maps(blueprint.couplings, self)
         self._ahead = ReadAhead(base)
         self._fits: dict[str, dict[str, Any]] = {}
         self._changes: dict[str, dict[str, Any]] = {}

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from surgeon.anatomy.dissect import dissect_folder
-from surgeon.blueprint.recipes import Bench, Coupling, MapRef, Recipe, TextSupport, WholeHeads
-from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.errors import BadInput, printable
-from surgeon.models.load import running
-from surgeon.models.stream import StreamedModel
-from surgeon.models.tokens import token_batches
+from surgeon.blueprint.recipes import Bench, Coupling, MapRef, Recipe, WholeHeads
+from surgeon.errors import BadInput
 from surgeon.transport.heads import AttentionWeights, head_maps
 from surgeon.transport.maps import HalfIdentity, TransportMap, TransportSettings
 from surgeon.transport.solving import match_rows, solve
 
-# More windows would save reading the base again, but cost memory for attention.
-_WINDOWS_AT_ONCE = 16
-
 
 class Maps:
-    """The maps of `couplings`, whose rows `bench` computes. `reports` describe the solved maps, by name.
+    """The maps of `couplings`, whose rows `bench` computes. `reports` describe the solved maps, by name."""
 
-    Paths of texts are relative to `plan_source`, the plan's file.
-    """
-
-    def __init__(
-        self, couplings: Mapping[str, Coupling], bench: Bench, base: CheckpointFolder, *, plan_source: str
-    ) -> None:
+    def __init__(self, couplings: Mapping[str, Coupling], bench: Bench) -> None:
         """Begin with no map solved."""
         self.reports: dict[str, dict[str, Any]] = {}
         self._couplings = couplings
         self._bench = bench
-        self._base = base
-        self._plan_source = plan_source
         self._maps: dict[str, TransportMap] = {}
         # The lower layer's rows after T_in, kept because both the cost and the fusion need them.
         self._aligned: dict[str, Tensor] = {}
-        self._outputs: dict[TextSupport, dict[str, Tensor]] = {}
 
     @property
     def solved(self) -> tuple[str, ...]:
@@ -144,86 +126,14 @@ class Maps:
     def _compared(self, coupling: Coupling, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
         """Return (first, second): the rows from which a coupling's cost is computed.
 
-        These are outputs on a text with `support`, the lower rows before T_in with `cost_first`, else `lower` (after
-        T_in) and `upper` as they are.
+        These are the lower rows before T_in with `cost_first`, else `lower` (after T_in) and `upper` as they are.
         """
-        if coupling.support is not None:
-            return self._activations(coupling, coupling.support)
         if coupling.cost_first:
             return self._bench.working(coupling.first)[coupling.start : coupling.stop], upper
         return lower, upper
-
-    def _activations(self, coupling: Coupling, support: TextSupport) -> tuple[Tensor, Tensor]:
-        """Return (first, second): what the coupling's two modules put out on its text, a row for each of its rows.
-
-        The base is run once for all couplings of the text.
-        """
-        if support not in self._outputs:
-            alike = [each for each in self._couplings.values() if each.support == support]
-            names = {name for each in alike for recipe in (each.first, each.second) for name in recipe.sources}
-            with self._bench.stage("run the base"):
-                self._outputs[support] = activations(
-                    self._base,
-                    sorted(names),
-                    support,
-                    text=Path(self._plan_source).parent / support.text,
-                    device=self._bench.device,
-                )
-        rows, outputs = slice(coupling.start, coupling.stop), self._outputs[support]
-        first, second = (outputs[_only(recipe.sources)][rows] for recipe in (coupling.first, coupling.second))
-        return first.to(self._bench.device), second.to(self._bench.device)
 
     def _keep(self, name: str, solved: TransportMap, lower: Tensor) -> None:
         """Keep a solved map, its report, and the lower layer's rows `lower` that were aligned for it."""
         self._maps[name] = solved
         self._aligned[name] = lower
         self.reports[name] = solved.solution.to_report()
-
-
-def _only(names: Iterable[str]) -> str:
-    """Return the only name among `names`: the tensor whose rows are compared by activations."""
-    (name,) = names
-    return name
-
-
-def activations(
-    base: CheckpointFolder, weights: Iterable[str], support: TextSupport, *, text: Path, device: torch.device
-) -> dict[str, Tensor]:
-    """Return, for each named weight of a linear module, the module's outputs on the text.
-
-    The outputs are (rows, samples), float32, on the CPU. They are the support of `support: activations` (Singh and
-    Jaggi, 2020): two neurons correspond where their outputs are similar, not where their weights are close. The base
-    runs once, in the memory of one layer (verification's streamed model). Samples are the text's first tokens in
-    windows of `support.window`. Raises BadInput for a text that cannot be read or gives too few tokens, and for a base
-    without tokenizer.
-    """
-    windows = -(-support.samples // support.window)
-    vocabulary = dissect_folder(base).sizes.vocabulary
-    tokens = token_batches(base.path, text=text, window=support.window, windows=windows, vocabulary=vocabulary)
-    if tokens.ids.numel() < support.samples:
-        raise BadInput(
-            f"{printable(str(text))} gives {tokens.ids.numel()} tokens in windows of {support.window}, `samples` asks"
-            f" for {support.samples}"
-        )
-    streamed = StreamedModel(base, dtype="float32", device=str(device))
-    named = {stored: name for name, all_of_it in streamed.stored_as.items() for stored in all_of_it}
-    kept: dict[str, list[Tensor]] = {weight: [] for weight in weights}
-    for weight in kept:
-        module = streamed.module.get_submodule(named[weight].removesuffix(".weight"))
-        module.register_forward_hook(_keeping(kept[weight]))
-    with torch.inference_mode():
-        for ids in torch.split(tokens.ids, _WINDOWS_AT_ONCE):
-            with running(streamed.module):
-                streamed.module(ids.to(device), use_cache=False, logits_to_keep=1)
-    return {weight: torch.cat(parts)[: support.samples].T.contiguous() for weight, parts in kept.items()}
-
-
-def _keeping(parts: list[Tensor]) -> Callable[[Any, Any, Tensor], None]:
-    """Return a forward hook that appends a module's output to `parts`, in float32 on the CPU, a row for each token."""
-
-    def keep(_module: Any, _arguments: Any, output: Tensor) -> None:
-        """Append one call's output."""
-        # Cloned to leave inference mode's tensors: the caller computes with it.
-        parts.append(output.flatten(0, -2).float().cpu().clone())
-
-    return keep

@@ -34,7 +34,6 @@ class Computing:
 
     blueprint: Blueprint
     base: CheckpointFolder
-    plan_source: str
     adapters: Mapping[str, AdapterFolder]
     models: Mapping[str, CheckpointFolder]
     device: str

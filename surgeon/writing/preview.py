@@ -33,7 +33,7 @@ from surgeon.plan.shipped import load_named
 from surgeon.writing.job import mirrored_in, places_in, unchanged_among
 from surgeon.writing.proofs import NOTHING_TO_PROVE, Proof, promised, prove
 from surgeon.writing.shapes import check_shapes, check_taken, lost_divisors
-from surgeon.writing.surgery import Drawing, texts_of
+from surgeon.writing.surgery import Drawing
 
 # The memory of a process that only moves bytes, interpreter included.
 _STREAMING_MEMORY = 90_000_000
@@ -226,7 +226,6 @@ def preview_of(
     facts = prepare(loaded, base)
     blueprint = draw(loaded, anatomy, folder.config, facts)
     check_taken(blueprint, folder, base.models)
-    texts = texts_of(blueprint, base.plan_folder)
     with placed(loaded):
         check_shapes(blueprint, anatomy)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
@@ -252,7 +251,7 @@ def preview_of(
         bytes_holes=sum(output.nbytes for output in outputs if output.is_hole),
         bytes_unchanged=_bytes_unchanged(shards, folder),
         peak_memory=peak_memory(blueprint, runs_twin=runs_twin),
-        notes=tuple(_notes(blueprint, base, texts)),
+        notes=tuple(_notes(blueprint, base)),
         facts=facts,
         link=link,
         proof=unproven,
@@ -271,7 +270,7 @@ def _bytes_unchanged(shards: Iterable[Shard], folder: CheckpointFolder) -> int:
     return sum(shard.nbytes for shard in shards if shard.file in found)
 
 
-def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) -> Iterator[str]:
+def _notes(blueprint: Blueprint, base: OpenedBase) -> Iterator[str]:
     """Yield notes on base and output that the view of the operations does not show."""
     folder, anatomy = base.folder, base.anatomy
     yield from folder.notes
@@ -296,8 +295,6 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
         if (scaled := other_scale(blueprint.config)) is not None:
             yield scaled
     yield from lost_divisors(blueprint, anatomy, folder.config)
-    for path in texts.values():
-        yield f"the base is run on {printable(str(path))}"
     yield from dict.fromkeys(base.notes)
     if metadata_of(folder).license is None:
         yield _NO_LICENSE

@@ -12,12 +12,11 @@ from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import Metadata, metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 from surgeon.grafts.bundle import bundle
 from surgeon.manifest.compose import BaseId, Written, base_entry, compose, surgeries_of
 from surgeon.manifest.manifest import ModelEntry
-from surgeon.operations.prepare import Facts, OpenedBase, SideFile, digest_of_file
+from surgeon.operations.prepare import Facts, OpenedBase, SideFile
 from surgeon.plan.plan import LoadedPlan
 from surgeon.writing.job import Computing, Job, beside_weights, manifest_and_card, mirrored_in, model_files, places_in
 from surgeon.writing.readback import ReadBack
@@ -37,20 +36,6 @@ class Drawing:
     proven: Mapping[str, str] = field(default_factory=dict)
 
 
-def texts_of(blueprint: Blueprint, plan_folder: Path) -> dict[str, Path]:
-    """Return the texts on which couplings run the base, by name in the plan. Raises BadInput where one is missing."""
-    found: dict[str, Path] = {}
-    for coupling in blueprint.couplings.values():
-        if coupling.support is not None:
-            path = plan_folder / meant(coupling.support.text)
-            if not path.is_file():
-                raise BadInput(
-                    f"{printable(str(path))}: no such text, which `support: activations` of the plan asks for"
-                )
-            found[coupling.support.text] = path
-    return found
-
-
 def surgery_job(
     drawn: Drawing,
     opened: OpenedBase,
@@ -62,12 +47,11 @@ def surgery_job(
 ) -> Job:
     """Return the job that carries out a plan; `device` is called only where torch is needed anyway.
 
-    Raises BadInput where a text is missing, or a side file does not match the facts.
+    Raises BadInput where a side file does not match the facts.
     """
     blueprint, shards, base, changed = drawn.blueprint, drawn.shards, opened.folder, opened.side_files
     code = {name: bundle(blueprint.config) for name in blueprint.code_files}
-    texts = {name: digest_of_file(path) for name, path in texts_of(blueprint, opened.plan_folder).items()}
-    finish = _Finish(drawn, opened, base_id, texts, metadata_of(base))
+    finish = _Finish(drawn, opened, base_id, metadata_of(base))
     _check_side_files(drawn.facts, opened)
 
     def look(staged: Path) -> None:
@@ -90,12 +74,11 @@ def surgery_job(
             "base": base.identity(),
             "base_id": [base_id.name, base_id.revision],
             "base_config": base.config,
-            "texts": texts,
             "metadata": asdict(finish.metadata),
             "facts": {str(number): facts.model_dump(mode="json") for number, facts in drawn.facts.items()},
             "models": {name: model.identity() for name, model in opened.models.items()},
         },
-        computing=Computing(blueprint, base, drawn.plan.source, opened.adapters, opened.models, device())
+        computing=Computing(blueprint, base, opened.adapters, opened.models, device())
         if any(output.computed for output in blueprint.outputs)
         else None,
         read_back=read_back,
@@ -112,7 +95,6 @@ class _Finish:
     drawn: Drawing
     opened: OpenedBase
     base_id: BaseId
-    texts: Mapping[str, str]
     metadata: Metadata
 
     def __call__(self, proof: ReadBack) -> Mapping[str, bytes]:
@@ -131,7 +113,6 @@ class _Finish:
             digests=proof.digests,
             files=beside_weights(proof.files),
             reports=proof.maps,
-            texts=self.texts,
             models=_model_entries(blueprint, self.opened.models),
             proven=drawn.proven,
         )

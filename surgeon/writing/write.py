@@ -146,7 +146,6 @@ class _Run:
                 computing.base,
                 device=computing.device,
                 stopwatch=self.stopwatch,
-                plan_source=computing.plan_source,
                 adapters=computing.adapters,
                 models=computing.models,
             )

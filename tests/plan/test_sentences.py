@@ -102,10 +102,6 @@ OPERATIONS = [
         "op: grow_vocabulary, tokens: {learn: a.txt, count: 3, keep: b.txt, how: appended}",
         "`keep` has no meaning with `how: ",
     ),
-    (
-        f"{FUSION}, support: activations, text: a.txt, cost_scale: max, order: cost_first}}",
-        "`order: cost_first` is about the cost of weights; with `support: activations` T_in has no part in it",
-    ),
     ("op: upcycle_experts, experts: 2, top_k: 3", "`top_k: 3` of 2 experts: a token cannot take more than there are"),
     ("op: upcycle_experts, experts: [a, b]", "`experts` of other models need `form: copies`: beside a shared"),
     ("op: upcycle_experts, form: copies, experts: [base]", "`experts` is a list of 1: give 2 to 1024"),
@@ -157,16 +153,6 @@ OPERATIONS = [
     ("op: widen_hidden", "give either `to` (the new hidden_size) or `times` (how many times as wide)"),
     ("op: widen_ffn, by: 8, to: 64", "give either `to` (the new width) or `by` (how many neurons more)"),
     ("op: mixture_of_control, sites: [ffn, ffn]", "`sites` names a site twice"),
-    (f"{FUSION}, window: 8}}", "`window` has a meaning with `support: activations` only"),
-    (f"{FUSION}, support: activations}}", "`support: activations` needs a `text`, on which the base is run"),
-    (
-        f"{FUSION}, support: activations, text: a.txt}}",
-        "`support: activations` needs `cost_scale: max` or `mean`: distances of activations have another scale",
-    ),
-    (
-        f"{FUSION}, support: activations, text: a.txt, cost_scale: max, heads: blocks}}",
-        "`heads: blocks` compares weights; it does not go with `support: activations`",
-    ),
 ]
 
 

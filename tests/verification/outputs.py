@@ -23,9 +23,12 @@ from tests.vocabularies import ENGLISH, FRENCH, byte_level, write_text
 
 Operations = list[dict[str, Any]]
 
-ACTIVATIONS = {"cost_scale": "max", "support": "activations", "text": "text.txt", "samples": 24, "window": 8}
 FUSION: Operations = [
-    {"op": "insert_layers", "where": {"after": [1]}, "init": {"kind": "ot_fusion", "max_iterations": 9, **ACTIVATIONS}}
+    {
+        "op": "insert_layers",
+        "where": {"after": [1]},
+        "init": {"kind": "ot_fusion", "max_iterations": 9, "cost_scale": "max"},
+    }
 ]
 GRAFTS: Operations = [
     {"op": "control_llm", "layers": [1, 2], "interpolator": {"kind": "lerp", "learnable": True}},

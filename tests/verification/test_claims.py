@@ -39,7 +39,6 @@ UNSEEN: dict[str, str] = {
     r"facts\.0\.adapters\.\*\.facts\.tensors\.\*\.sha256": "a merged adapter's file is not at hand",
     r"facts\.0\.adapters\.\*\.norms(\..*)?": "measured on the adapter, which verify is not given",
     r"proven(\..*)?": "the libraries by which apply proved the promise; verify proves it itself",
-    r"texts\.\*": "the digest of the text, which verify is not given; what was computed with it is compared",
     r"facts\.0\.(id|revision)": "how the adapter was called",
     r"facts\.0\.(adapters\.\*\.facts\.)?alpha_pattern": "a pattern that no module of the adapter has",
     r"facts\.0\.tensors\.\*\.sha256": "the adapter's file is not at hand; what was imported is compared",

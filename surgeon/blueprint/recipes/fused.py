@@ -174,22 +174,12 @@ class WholeHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class TextSupport:
-    """Settings to compare rows by their modules' outputs on the first `samples` tokens of a text, in windows."""
-
-    text: str
-    samples: int
-    window: int
-
-
-@dataclass(frozen=True, slots=True)
 class Coupling:
     """A transport map that several recipes share, from rows of `first` (after `t_in`) onto rows of `second`.
 
     The rows are `start:stop`. `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as
     sorted pairs so that this stays plain data. With `whole_heads` it is one of three couplings that are solved
-    together. `support` None compares the rows themselves; otherwise `first` and `second` are tensors of the base, whose
-    modules are run. With `groups` the rows are router rows, and the map is a permutation of experts, which form so many
+    together. With `groups` the rows are router rows, and the map is a permutation of experts, which form so many
     groups. `cost_first` compares the rows of `first` before `t_in`, which then only moves them.
     """
 
@@ -201,7 +191,6 @@ class Coupling:
     t_in: MapRef
     settings: tuple[tuple[str, Any], ...]
     whole_heads: WholeHeads | None = None
-    support: TextSupport | None = None
     groups: int | None = None
     cost_first: bool = False
 
