@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -11,51 +10,31 @@ import torch
 from torch import Tensor
 
 from surgeon.transport.cost import distances
-from surgeon.transport.maps import AssignmentMap, DenseMap, Solution, TransportMap, TransportSettings
+from surgeon.transport.maps import AssignmentMap, Solution, TransportMap, TransportSettings
 from surgeon.transport.sinkhorn import sinkhorn
 
-_MOST_PIVOTS = 10_000_000
 
+def exact(cost_NN: Tensor, *, unit: float, factor: float) -> AssignmentMap:
+    """Return the cheapest map of n rows onto as many for the cost C / unit, solved on the CPU in float64.
 
-def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> AssignmentMap | DenseMap:
-    """Return the cheapest map for the cost C / unit, solved on the CPU in float64.
-
-    With as many rows as columns some optimum is a permutation (Birkhoff); the solver finds one.
+    Some optimum is a permutation (Birkhoff); the solver finds one.
 
     Args:
-        cost_NM: C / unit.
+        cost_NN: C / unit.
         unit: the number that C was divided by; `Solution.cost` is in C's own unit.
         factor: the factor that the map is multiplied by when it is applied.
-        tolerance: L1 distance of both marginals from uniform, beyond which the solution has not converged.
-    """
-    n, m = cost_NM.shape
-    host = cost_NM.detach().to("cpu", torch.float64).numpy()
-    if n == m:
-        columns = _assign(host)
-        target = torch.from_numpy(columns).to(cost_NM.device)
-        solution = Solution(n, m, 1, True, 0.0, 0.0, math.log(n), float(host[np.arange(n), columns].mean()) * unit)
-        return AssignmentMap(target, factor=factor, dtype=cost_NM.dtype, solution=solution)
-    import ot
 
-    with warnings.catch_warnings():
-        # POT warns about too few pivots; `converged` reports that.
-        warnings.simplefilter("ignore")
-        plan, log = ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), host, numItermax=_MOST_PIVOTS, log=True)
-    mass = plan[plan > 0]
-    row_error = float(np.abs(plan.sum(1) - 1 / n).sum())
-    column_error = float(np.abs(plan.sum(0) - 1 / m).sum())
-    solution = Solution(
-        rows=n,
-        columns=m,
-        iterations=1,
-        converged=log["warning"] is None and max(row_error, column_error) <= max(tolerance, 1e-9),
-        row_error=row_error,
-        column_error=column_error,
-        entropy=float(-(mass * np.log(mass)).sum()),
-        cost=float((plan * host).sum()) * unit,
-    )
-    scaled_MN = torch.from_numpy((plan * factor).T.copy()).to(cost_NM.device, cost_NM.dtype)
-    return DenseMap(scaled_MN, factor=factor, solution=solution)
+    Raises:
+        ValueError: the numbers of rows differ.
+    """
+    n, m = cost_NN.shape
+    if n != m:
+        raise ValueError(f"{n} rows cannot be mapped one to one onto {m}; use the solver sinkhorn")
+    host = cost_NN.detach().to("cpu", torch.float64).numpy()
+    columns = _assign(host)
+    target = torch.from_numpy(columns).to(cost_NN.device)
+    solution = Solution(n, n, 1, True, 0.0, 0.0, math.log(n), float(host[np.arange(n), columns].mean()) * unit)
+    return AssignmentMap(target, factor=factor, dtype=cost_NN.dtype, solution=solution)
 
 
 def solve(source_ND: Tensor, target_MD: Tensor, settings: TransportSettings) -> TransportMap:
@@ -97,7 +76,7 @@ def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> 
     unit = unit or 1.0
     factor = settings.factor(len(cost))
     if settings.solver == "emd":
-        return exact(cost.div_(unit).T, unit=unit, factor=factor, tolerance=settings.tolerance)
+        return exact(cost.div_(unit).T, unit=unit, factor=factor)
     first = [cost]
     del cost
 
