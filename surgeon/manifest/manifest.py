@@ -335,6 +335,7 @@ class Surgery(Entry):
     new_tensors: dict[str, NewTensor]
     transport_maps: dict[str, dict[str, Any]]
     files: dict[str, Sha256]
+    # Empty: no operation names texts here any more.
     texts: dict[str, Sha256]
     plugins: dict[str, str]
     training: list[TrainingEntry]

@@ -1,10 +1,10 @@
 """The manifest as a claim: it and the files next to the weights are compared with what plan and base produce.
 
 Fields that nothing can prove are not compared: the base's name (`base.id`, `base.revision`), comments of the plan,
-reports of solvers and of training (`transport_maps`, losses, settings, sizes of changes), the digests of the text on
-which a plan ran the base and of other models it took tensors from, the texts measured and tokens chosen when a
-vocabulary grew, measurements of layers before some were removed, the changes by merges and the sizes of adapters, and
-the digest at birth of a computed tensor that was trained since.
+reports of solvers and of training (`transport_maps`, losses, settings, sizes of changes), the digests of other models
+that a plan took tensors from, the texts measured and tokens chosen when a vocabulary grew, measurements of layers
+before some were removed, the changes by merges and the sizes of adapters, and the digest at birth of a computed tensor
+that was trained since.
 """
 
 from __future__ import annotations
