@@ -92,7 +92,10 @@ class NewLayer:
 
 
 class Init(Spec):
-    """How a new layer is made. A subclass gives `kind` its one value; `make` may read only what `reads_*` declare."""
+    """How a new layer is made. A subclass gives `kind` its one value.
+
+    `make` may read only the layers that `reads_*` declare; LESA learns from all of the base.
+    """
 
     # The paper to cite for a layer made by this init.
     paper: ClassVar[Paper] = OPT_DEUS
@@ -101,8 +104,6 @@ class Init(Spec):
     # Whether it reads the layer above its gap; the topmost gap has none, and several new layers in one gap would be
     # equal.
     reads_above: ClassVar[bool] = False
-    # Whether it learns from all layers of the base of the same kind as those around its gap.
-    reads_all: ClassVar[bool] = False
 
     kind: str
 
@@ -284,7 +285,6 @@ class Lesa(Init):
     paper = _LESA
     origin = "made"
     reads_above = True
-    reads_all = True
 
     kind: Literal["lesa"]
     hidden: Annotated[int, Field(ge=1, le=2**16, description="units of each of the network's two hidden layers")] = 256

@@ -100,11 +100,8 @@ class Maker:
         """Return the old ids that a token is made of; for an old token, its own id."""
         return (number,) if number < self.old.rows else self.new.made_of[number - self.old.rows]
 
-    def join(self, one: int, other: int, _new: int) -> bool:
-        """Add the token that the pair (one, other) makes, and return True; return False where it is not allowed.
-
-        The last argument, the new id, is not needed: ids follow from the order.
-        """
+    def join(self, one: int, other: int) -> bool:
+        """Add the token that the pair (one, other) makes, and return True; return False where it is not allowed."""
         if one in self.old.refused or other in self.old.refused:
             return False
         read = self.old.read

@@ -57,9 +57,9 @@ def learned(old: Old, tokenizer: Tokenizer, wanted: LearnedTokens, listener: Lis
     listener.say(f"learning at most {formatting.counted(wanted.count, 'token')} from {len(words):,} different words")
     listener.begin("learning", wanted.count, "tokens")
 
-    def join(one: int, other: int, new_id: int) -> bool:
+    def join(one: int, other: int) -> bool:
         """Join a pair where that is allowed, and report progress."""
-        joined = maker.join(one, other, new_id)
+        joined = maker.join(one, other)
         listener.advance(int(joined))
         return joined
 
@@ -125,7 +125,7 @@ def learn_merges(
     count: int,
     *,
     first: int,
-    joined: Callable[[int, int, int], bool],
+    joined: Callable[[int, int], bool],
 ) -> list[Pair]:
     """Return at most `count` pairs, in the order in which they are joined; the n-th makes the id `first` + n.
 
@@ -136,7 +136,7 @@ def learn_merges(
         words: segmented words, and how often each occurs.
         count: pairs at most.
         first: the id that the first pair makes.
-        joined: `joined(a, b, new)` accepts a pair for good, or returns False; called once for each pair, at its turn.
+        joined: `joined(a, b)` accepts a pair for good, or returns False; called once for each pair, at its turn.
     """
     held = [list(ids) for ids, _ in words]
     often = [number for _, number in words]
@@ -157,10 +157,10 @@ def learn_merges(
         if -number != now:
             heapq.heappush(heap, (-now, pair))
             continue
-        new = first + len(found)
-        if not joined(*pair, new):
+        if not joined(*pair):
             del counts[pair]
             continue
+        new = first + len(found)
         changed: set[Pair] = set()
         for index in where.pop(pair):
             changed |= _join(held[index], pair, new, often[index], counts, where, index)

@@ -168,9 +168,8 @@ def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
         if there:
             at = min(there, key=lambda at: new.merges[pairs[at]])
         else:
-            number = old.rows + len(new.tokens)
             # A pair cannot make a token whose content another pair has made already.
-            found = next((n for n in range(len(pairs)) if maker.join(ids[n], ids[n + 1], number)), None)
+            found = next((n for n in range(len(pairs)) if maker.join(ids[n], ids[n + 1])), None)
             if found is None:
                 raise BadInput(
                     f"{shown}: none of its pieces {', '.join(repr(maker.content(number)) for number in ids[:8])} can be"
