@@ -309,17 +309,15 @@ def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
 
     count = getattr(text, "num_hidden_layers", None)
     others = _BESIDE if encoder else _TOWER
-    lists = [
-        (len(module), sum(value.numel() for value in module.parameters()), name)
+    lists = {
+        name: sum(value.numel() for value in module.parameters())
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and not others.search(name)
-    ]
-    found = [(size, name) for length, size, name in lists if length == count]
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    found = [(size, name) for name, size in lists.items() if not others.search(name)]
     if not found and not encoder:
         # A decoder made from an encoder keeps the encoder's name for its stack (BERT as a decoder).
-        named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-        inside = [(name, module) for name, module in named if name.startswith(f"{model.base_model_prefix}.encoder.")]
-        found = [(sum(v.numel() for v in m.parameters()), name) for name, m in inside if len(m) == count]
+        found = [(size, name) for name, size in lists.items() if name.startswith(f"{model.base_model_prefix}.encoder.")]
     beside = [name for _, name in found if encoder and name.rpartition(".")[0] == found[0][1].rpartition(".")[0]]
     if len(beside) > 1:
         raise BadInput(
@@ -328,16 +326,9 @@ def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
         )
     if not found:
         kind = "encoder" if encoder else "decoder"
-        fewer = [(length, name) for length, _, name in lists if encoder and type(count) is int and length < count]
-        parted = [(length, name) for length, _, name in lists if length > 1 and count and not count % length]
-        if parted and not encoder:
-            raise BadInput(
-                f"config.json: this {shown} counts {count} layers in a stack of {parted[0][0]} (`{parted[0][1]}`):"
-                " each attends several times, so none has a number of its own; use another model"
-            )
-        seen = f" (`{fewer[0][1]}` has {fewer[0][0]}: layers that share weights cannot differ)" if fewer else ""
         raise BadInput(
-            f"config.json: no stack of {count} {kind} layers is found in this {shown}{seen}; is it a text {kind}?"
+            f"config.json: no stack of {count} {kind} layers is found in this {shown}: layers that share weights, or"
+            " run several times, have no place of their own; use another model"
         )
     longest: str = max(found)[1]
     return longest

@@ -37,12 +37,6 @@ _HABITS = {
 # A word that YAML reads as a text.
 _PLAIN_WORD = re.compile(r"(?!(?:true|false|null)$)[A-Za-z][A-Za-z_]*", re.IGNORECASE)
 
-# Keys of older plan versions, and what to use instead.
-_FORMER = {
-    "expert_layout": "gone: transformers' `save_pretrained` writes a tensor for each expert, and with"
-    " `save_original_format=False` one for all",
-}
-
 
 class Plan(Bounded):
     """A list of operations, applied in order; later selectors refer to the model as the earlier operations left it."""
@@ -108,7 +102,7 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
     if not {"surgeon", "operations"} & document.data.keys() and any(key in document.data for key in MERGEKIT_KEYS):
         document.data = of_mergekit(document)
     document.override(overrides, example="operations.0.layers=all")
-    plan = check_yaml(Plan, document, _FORMER)
+    plan = check_yaml(Plan, document)
     if overrides:
         options = " ".join(f"--set {setting}" for setting in overrides)
         text = f"# With {printable(options, len(options))}\n{written_yaml(document.data)}"

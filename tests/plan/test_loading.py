@@ -47,7 +47,6 @@ def test_good_plan_with_numbers_as_yaml_1_2_reads_them() -> None:
         (("seed: 7", "sed: 7"), ["plan.yaml:2", "unknown key `sed`", "did you mean `seed`?"]),
         (("reg:", "regg:"), ["plan.yaml:8", "unknown key `regg`", "did you mean `reg`?"]),
         (("insert_layers", "insert_layer"), ["plan.yaml:4", "unknown op `insert_layer`", "`insert_layers`"]),
-        (("insert_layers", "expert_layout"), ["unknown op `expert_layout`; here it is gone: transformers'"]),
         (("ot_fusion", "ot_fuson"), ["plan.yaml:7", "unknown kind `ot_fuson`", "`ot_fusion`"]),
         (("6e-2", "-1"), ["plan.yaml:8", "reg", "-1", "above 0"]),
         (("6e-2", "'0.06'"), ["plan.yaml:8", "reg", '"0.06"', "number"]),
