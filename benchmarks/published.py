@@ -56,6 +56,7 @@ OTHERWISE = {
     },
     "bamba": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
     "lfm2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
+    "zamba2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
     # Experts that nobody has described how to align.
     "dbrx": {"fused": "{op: insert_layers, where: {after: [0, 1]}, init: {kind: ot_fusion, unaligned: average}}"},
 }
