@@ -5,7 +5,7 @@ shared`: the base's MLP is an unchanged shared expert for every token; routed ex
 with an output matrix of zeros. They add exactly zero, whatever the router chooses. `form: copies`: every expert is the
 base's MLP, and the weights of the chosen ones sum to one: Σ w_e FFN(x) = FFN(x), up to rounding. `fine_grained` is
 virtual-group initialisation with weight scaling (He et al., 2024); fine-tunes as experts are Branch-Train-MiX
-(Sukhbaatar et al., 2024), with the base's attention.
+(Sukhbaatar et al., 2024); `attention: average` also averages attention as that paper does.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from surgeon.blueprint.recipes import (
     Prompted,
     Random,
     Recipe,
+    Summed,
     columns,
     piled,
     repeated,
     rows,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.common.formatting import show_layers
+from surgeon.common.formatting import show, show_layers
 from surgeon.edits.sparse.dense import BESIDE, Dense, Mixture, NoTarget, Take, check_divides
 from surgeon.edits.sparse.fit import dense_of, target_for
 from surgeon.edits.sparse.plain_ffn import dense_sites, routed_tensors
-from surgeon.edits.sparse.targets import TARGETS, Made, Target
+from surgeon.edits.sparse.target import Made, Target
+from surgeon.edits.sparse.targets import TARGETS
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase, Scale, check_fine_tune
@@ -68,7 +70,7 @@ class Prompts(Spec):
 class UpcycleExperts(Operation):
     """Turn the MLP of every layer into a mixture of experts, in a class of transformers that engines know."""
 
-    papers = (
+    papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
             "komatsuzaki2023sparse",
             "Komatsuzaki, Aran and Puigcerver, Joan and Lee-Thorp, James and others",
@@ -100,10 +102,10 @@ class UpcycleExperts(Operation):
             "2403.07816",
         ),
     )
-    training = TrainingDefaults("ours, no paper's: experts and routers alone", lr=1e-4)
-    grafts = ("routed_experts",)
+    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: experts and routers alone", lr=1e-4)
+    grafts: ClassVar[tuple[str, ...]] = ("routed_experts",)
     legend: ClassVar[Mapping[str, Legend]] = {"E": Legend("routed experts beside the FFN (sparse upcycling)", 0)}
-    examples = ({}, {"form": "copies"})
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({}, {"form": "copies"})
 
     op: Literal["upcycle_experts"]
     form: Annotated[
@@ -161,6 +163,10 @@ class UpcycleExperts(Operation):
     layers: Annotated[
         LayerSelector, Field(description="the layers whose MLP becomes a mixture; the others keep theirs")
     ] = "all"
+    attention: Annotated[
+        Literal["base", "average"],
+        Field(description="with other models as `experts`: the base's attention, or the mean of all of them"),
+    ] = "base"
     target: Annotated[
         str | None,
         OneOf(lambda: list(dict.fromkeys(target.model_type for target in TARGETS))),
@@ -182,6 +188,8 @@ class UpcycleExperts(Operation):
         for name in ("noise_std", "noise_share"):
             if getattr(self, name) is not None and self.init != "noise":
                 raise ValueError(f"`{name}` has no meaning with `init: {self.init}`")
+        if self.attention == "average" and isinstance(self.experts, int):
+            raise ValueError("`attention: average` is of other models; list them in `experts`")
         if isinstance(self.router, Prompts) and len(self.router.prompts) != self._count:
             raise ValueError(
                 f"`prompts` has {len(self.router.prompts)} lists for {self._count} experts; give one for each"
@@ -239,8 +247,8 @@ class UpcycleExperts(Operation):
         mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained)
         try:
             dense = _dense(draft)
-            sparse = select_layers(self.layers, len(dense.layers))
-            plain = tuple(index for index in range(len(dense.layers)) if index not in sparse)
+            sparse = self._sparse(dense)
+            plain = tuple(index for index in dense.holders if index not in sparse)
             mixture = replace(mixture, plain=plain)
             target = target_for(dense, mixture, self.target)
         except NoTarget:
@@ -248,13 +256,16 @@ class UpcycleExperts(Operation):
                 raise
             return self._as_grafts(draft, mixture, number)
         mixture = replace(mixture, balance=self._balance(target))
-        for index, layer in enumerate(draft.layers):
-            kept = index in plain
+        for index in dense.holders:
+            layer, kept = draft.layers[index], index in plain
             made = target.plain_layer(dense) if kept else target.layer(dense, mixture)
             down = dense.source("down").suffix
             born = {each.suffix: self._recipe(each, layer, down, f"layers.{index}") for each in made}
             dropped = target.dropped(dense, plain=kept)
             stay = {s: recipe for s, recipe in layer.tensors.items() if s not in dropped}
+            if self.attention == "average":
+                whole = {s: Take(s, 0, r.shape[0]) for s, r in stay.items() if s.startswith("self_attn.")}
+                born |= {s: self._mean(take, layer) for s, take in whole.items()}
             layer.tensors = stay | born
             layer.rewritten |= dict.fromkeys(born, number)
             if not kept:
@@ -264,10 +275,19 @@ class UpcycleExperts(Operation):
             op=self.op,
             matched=f"{len(sparse)} layers, {mixture.count} experts each, {mixture.chosen} a token, as"
             f" {target.architecture}{target.elsewhere}{self._amended(target, mixture)}"
-            + (f"; {show_layers(list(plain))} keep their MLP" if plain else ""),
+            + (f"; {show_layers(list(plain))} keep their MLP" if plain else "")
+            + ("; attention is the mean of all models'" if self.attention == "average" else ""),
             claim=self._claim(target, dense),
             trains="new",
         )
+
+    def _sparse(self, dense: Dense) -> list[int]:
+        """Return the layers that get experts. Raises BadInput where a chosen layer has no FFN."""
+        chosen = select_layers(self.layers, len(dense.layers))
+        lacking = next((index for index in chosen if index not in dense.holders), None)
+        if lacking is not None and self.layers != "all":
+            raise BadInput(f"layer {lacking} has no FFN; choose `layers` among {show(list(dense.holders))}")
+        return [index for index in chosen if index in dense.holders]
 
     def _as_grafts(self, draft: Draft, mixture: Mixture, number: int) -> OperationRecord:
         """Add routed experts next to every MLP, as grafts whose code ships with the weights."""
@@ -370,6 +390,8 @@ class UpcycleExperts(Operation):
         cut = made.role == "down" and self.fine_grained > 1
         still = made.role == "kept"
         joined = _joined(made.takes, layer, made.shape, still=still)
+        if still and self.attention == "average" and made.suffix.startswith("self_attn."):
+            return self._mean(made.takes[0], layer)
         if still or made.role == "copied" or (self.init == "copy" and not cut and not self._models):
             return joined
         # Where one tensor holds all experts, make it matrix by matrix: gate and up of each expert in turn, or the
@@ -396,6 +418,10 @@ class UpcycleExperts(Operation):
             return rows([(source, take.start, take.stop)], shape, still=False)
         assert source.source is not None, take.suffix
         return Imported("model", name, source.source, source.dtype, shape, (take.start, take.stop))
+
+    def _mean(self, take: Take, layer: LayerDraft) -> Recipe:
+        """Return the mean of an attention tensor over all models that serve as experts."""
+        return Summed(tuple(self._whole(take, layer, n) for n in range(self._count)), (1,) * self._count, self._count)
 
     def _born(self, matrix: Recipe, made: Made, expert: str, key: str) -> Recipe:
         """Return a matrix of one expert after `init`; random neurons are the same in the expert's three matrices."""

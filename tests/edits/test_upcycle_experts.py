@@ -62,23 +62,31 @@ CASES = [
 ]
 
 
-# Bases, the class of their copies, and what of it a base has nothing for.
+# Published bases, the class of their copies, and what of it a base has nothing for.
 OTHERS = {
-    "qwen3_5_text": ("qwen3_5_moe_text", ["mlp.shared_expert.down_proj.weight"]),
     "seed_oss": ("qwen2_moe", ["mlp.shared_expert.down_proj.weight", "mlp.shared_expert_gate.weight"]),
+    "ernie4_5": ("ernie4_5_moe", ["mlp.moe_statics.e_score_correction_bias"]),
+    "cohere2": ("cohere2_moe", []),
+    "lfm2": ("lfm2_moe", ["feed_forward.expert_bias"]),
+    "hunyuan_v1_dense": ("hunyuan_v1_moe", ["mlp.shared_mlp.down_proj.weight"]),
+    "nemotron_h": ("nemotron_h", ["mixer.shared_experts.up_proj.weight", "mixer.gate.e_score_correction_bias"]),
 }
-
-
-def published(family: str, folder: Path) -> Path:
-    if family in PUBLISHED:
-        return checkpoint_of(PUBLISHED[family], folder / "base", dtype="bfloat16")
-    return tiny_decoder(folder / "base", family)
+# A dense hybrid, whose FFN is a shared expert of no others.
+HYBRID: dict[str, Any] = {
+    **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "vocab_size": 512},
+    **{"attention_multiplier": 0.0625, "embedding_multiplier": 12, "residual_multiplier": 0.246, "logits_scaling": 6},
+    **{"hidden_size": 64, "intermediate_size": 96, "shared_intermediate_size": 96, "num_hidden_layers": 3},
+    **{"layer_types": ["mamba", "attention", "mamba"], "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"mamba_chunk_size": 8, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2},
+    **{"mamba_n_groups": 1, "mamba_n_heads": 8, "num_local_experts": 0, "num_experts_per_tok": 0},
+    **{"max_position_embeddings": 512, "position_embedding_type": "nope", "tie_word_embeddings": True},
+}
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_copies_of_a_published_base_in_a_class_of_its_maker(family: str, tmp_path: Path) -> None:
     model_type, idle = OTHERS[family]
-    base = published(family, tmp_path)
+    base = checkpoint_of(PUBLISHED[family], tmp_path / "base", dtype="bfloat16")
     out = upcycled(tmp_path, base, form="copies")
     assert json.loads((out / "config.json").read_text())["model_type"] == model_type
     found = surgeon.verify(base, out, windows=1, window=16, dtypes=("float32",))
@@ -90,6 +98,28 @@ def test_copies_of_a_published_base_in_a_class_of_its_maker(family: str, tmp_pat
     surgeon.revert(out, tmp_path / "back")
     back, held = weights(tmp_path / "back"), weights(base)
     assert back.keys() == held.keys() and all(torch.equal(value, back[name]) for name, value in held.items())
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "nemotron_h", "granitemoehybrid"])
+def test_experts_beside_the_ffn_in_a_class_of_its_maker(family: str, tmp_path: Path) -> None:
+    base = checkpoint_of(PUBLISHED.get(family, HYBRID), tmp_path / "base", dtype="bfloat16")
+    out = upcycled(tmp_path, base)
+    assert not list(out.glob("*.py"))
+    found = surgeon.verify(base, out, windows=1, window=16)
+    assert found.holds and found.promise == "exact"
+    # Experts that answer are heard, so that their zeros are what keeps the function.
+    held = weights(out)
+    for name, value in held.items():
+        if (".experts." in name and "down_proj" in name) or "block_sparse_moe.output_linear" in name:
+            value += 1.0
+    save_file(held, out / "model.safetensors", {"format": "pt"})
+    for file in out.glob("model*-of-*"):
+        file.unlink()
+    (out / "model.safetensors.index.json").unlink(missing_ok=True)
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        one, other = (loaded(folder)(input_ids=ids).logits for folder in (base, out))
+    assert float((one - other).abs().max()) > 0.1
 
 
 def base_of(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any) -> Path:
@@ -434,6 +464,30 @@ def test_fine_tunes_as_experts(family: str, tmp_path: Path) -> None:
         assert_same(base, tmp_path / "back")
 
 
+@pytest.mark.parametrize("family", ["phi3", "qwen3"])
+def test_attention_is_averaged_where_that_is_asked(family: str, tmp_path: Path) -> None:
+    """Branch-Train-MiX: the mean over all models, the base among them where it is named; else the base's."""
+    base = base_of(tmp_path, family, dtype="float32")
+    models = [fine_tune(base, tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    kept = upcycled(tmp_path, base, "kept", form="copies", experts=["base", "one", "two"])
+    out = upcycled(tmp_path, base, form="copies", experts=["base", "one", "two"], attention="average")
+    assert surgeon.verify(base, out, device="cpu", windows=1, window=16).holds
+    held = [weights(folder) for folder in (base, *models)]
+    found, before = weights(out), weights(kept)
+    for name in (
+        "self_attn.o_proj.weight",
+        "self_attn.qkv_proj.weight" if family == "phi3" else "self_attn.q_norm.weight",
+    ):
+        name = f"model.layers.1.{name}"
+        mean = torch.stack([each[name].double() for each in held]).mean(0)
+        parts = [name.replace("qkv", part) for part in "qkv"] if "qkv" in name else [name]
+        assert torch.allclose(torch.cat([found[part] for part in parts]).double(), mean, atol=1e-6)
+        assert torch.equal(torch.cat([before[part] for part in parts]), held[0][name])
+    assert torch.equal(found["model.layers.1.input_layernorm.weight"], held[0]["model.layers.1.input_layernorm.weight"])
+    with pytest.raises(BadInput, match="take the base of that surgery"):
+        surgeon.revert(out, tmp_path / "back")
+
+
 @pytest.mark.parametrize(
     ("family", "options", "setting"),
     [
@@ -578,13 +632,7 @@ REFUSED = [
     ("llama", {"intermediate_size": 100}, {"form": "copies"}, "multiple of 8 neurons.*use `form: shared` without"),
     ("llama", {"mlp_bias": True}, {"form": "copies"}, "an MLP with biases.*use `form: shared`"),
     ("gemma3_text", {}, {"form": "copies"}, "no class of transformers known here computes"),
-    ("olmo2", {}, {"target": "glm4_moe"}, r"use `form: copies` \(flex_olmo\)"),
-    (
-        "llama",
-        {},
-        {"form": "copies", "target": "qwen3_5_moe_text"},
-        "`target: qwen3_5_moe_text` is for a base of type qwen3_5_text",
-    ),
+    ("olmo2", {}, {"target": "dots1"}, r"use `form: copies` \(flex_olmo\)"),
     (
         "qwen2",
         {"use_sliding_window": True, "num_hidden_layers": 4},
@@ -600,18 +648,16 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [
-        ("nemotron_h", {"layers": [0, 1]}, "layer 0 of this nemotron_h has no FFN"),
-        (
-            "jamba",
-            {"form": "copies"},
-            "some layers have experts already, and those of the classes",
-        ),
-        ("bamba", {"form": "copies"}, "its layers have no MLP of gate_proj, up_proj and down_proj"),
-        ("qwen3_5_text", {"target": "glm4_moe"}, "hold different tensors, and none of the classes has such layers"),
+        ("lfm2", {"form": "copies", "top_k": 1}, "lfm2_moe: it gives one expert the weight 1 whatever"),
+        ("lfm2", {"form": "copies", "layers": [0, 1]}, "lfm2_moe: its layers without experts are the lowest alone"),
+        ("nemotron_h", {"layers": [0, 1]}, "layer 0 has no FFN; choose `layers` among 1, 4, 6"),
+        ("jamba", {"form": "copies"}, "layer 1 has experts already, and those of the classes known here are all alike"),
+        ("bamba", {"form": "copies"}, "layers 0 and 2 hold different tensors, and none of the classes has such layers"),
+        ("bamba", {"form": "copies", "target": "lfm2_moe"}, "`target: lfm2_moe` is for a base of type lfm2"),
     ],
 )
 def test_what_no_class_of_a_maker_holds(family: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    base = published(family, tmp_path)
+    base = checkpoint_of(PUBLISHED[family], tmp_path / "base", dtype="bfloat16")
     with pytest.raises(BadInput, match=words):
         surgeon.preview(plan_of(tmp_path, **options), base)
 
@@ -633,7 +679,9 @@ def test_a_mixture_is_not_upcycled_again_and_nothing_follows_in_the_plan(tmp_pat
         surgeon.preview(plan_of(tmp_path), out)
     with pytest.raises(BadInput, match=r"mlp\.experts\.0\.down_proj\.weight: the base is a mixture of experts already"):
         surgeon.preview(plan_of(tmp_path), tiny_decoder(tmp_path / "hybrid", "qwen3_next"))
-    with pytest.raises(BadInput, match=r"\(mixtral, .*, qwen2_moe: it has RMS norms; the base's norms are others"):
+    with pytest.raises(
+        BadInput, match=r"\(mixtral, .*, ernie4_5_moe: it has RMS norms; the base.* cohere2_moe: it has layers with"
+    ):
         surgeon.preview(plan_of(tmp_path, form="copies"), tiny_decoder(tmp_path / "cohere", "cohere"))
     insert = {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "copy"}}
     for operations, words in (

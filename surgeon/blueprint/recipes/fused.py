@@ -172,6 +172,7 @@ class Summed(Recipe):
 
     terms: tuple[Recipe, ...]
     factors: tuple[float, ...]
+    divisor: int = 1
 
     @property
     def dtype(self) -> str:
@@ -193,7 +194,7 @@ class Summed(Recipe):
         total = bench.working(self.terms[0]).mul_(self.factors[0])
         for term, factor in zip(self.terms[1:], self.factors[1:], strict=True):
             total.add_(bench.working(term), alpha=factor)
-        return total
+        return total.div_(self.divisor)
 
 
 def columns(of: Copy | Imported, start: int, stop: int, factor: float) -> Summed:

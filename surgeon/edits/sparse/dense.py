@@ -17,10 +17,14 @@ BESIDE = "use `form: shared` without `target`, which brings modules of its own"
 QUERY, KEY, VALUE, JOINT = (f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "qkv_proj"))
 STEM = "model.layers."
 # Names of an FFN's gate, up and down below a layer. Where gate and up have the same name, they are halves of one
-# matrix.
+# matrix; an FFN without a gate has an empty name.
 _FFNS = (
     ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     ("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+    ("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+    ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    ("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+    ("", "mixer.up_proj", "mixer.down_proj"),
 )
 
 
@@ -93,44 +97,61 @@ class Dense:
     def check(self) -> None:
         """Raise NoTarget where no class can hold the FFNs (none of plain matrices, biases, or several widths).
 
-        Raises BadInput where all layers have experts.
+        Raises BadInput where all FFNs have experts.
         """
-        experts = [_experts_in(shapes) for shapes in self.layers]
-        if all(experts):
-            raise BadInput(f"{printable(experts[0])}: the base is a mixture of experts already; use its dense original")
-        if any(experts):
-            raise NoTarget(f"some layers have experts already, and those of the classes known here are alike; {BESIDE}")
-        if not any(all(_has(shapes, names) for shapes in self.layers) for names in _FFNS):
+        mixed = next((index for index, shapes in enumerate(self.layers) if _experts_in(shapes)), None)
+        if mixed is not None and self.holders:
+            raise NoTarget(
+                f"layer {mixed} has experts already, and those of the classes known here are all alike; {BESIDE}"
+            )
+        check_no_experts(suffix for shapes in self.layers for suffix in shapes)
+        if not self.holders:
             raise NoTarget(
                 "its layers have no MLP of gate_proj, up_proj and down_proj (or gate_up_proj), and experts of the"
                 f" classes known here have just these; {BESIDE}"
             )
-        biased = next((s for s in self.shapes if s.startswith("mlp.") and s.endswith(".bias")), None)
+        ffns = tuple({name.partition(".")[0] for name in self.ffn if name})
+        biased = next((s for s in self.shapes if s.startswith(ffns) and s.endswith(".bias")), None)
         if biased is not None:
             raise NoTarget(
                 f"{printable(biased)}: an MLP with biases, which experts of the classes known here have not; {BESIDE}"
             )
-        odd = next((i for i, of in enumerate(self.layers) if any(of[s] != self.shapes[s] for s in self.matrices)), None)
+        odd = next((i for i in self.holders if any(self.layers[i][s] != self.shapes[s] for s in self.matrices)), None)
         if odd is not None:
             raise NoTarget(
-                f"the MLP of layer {odd} is of another width than that of layer 0, and experts of the classes known"
-                f" here have one; {BESIDE}"
+                f"the MLP of layer {odd} is of another width than that of layer {self.holders[0]}, and experts of the"
+                f" classes known here have one; {BESIDE}"
             )
 
     @functools.cached_property
     def ffn(self) -> tuple[str, str, str]:
-        """Return (gate, up, down): the modules' names below a layer; gate equals up where they are one matrix."""
-        return next(names for names in _FFNS if _has(self.shapes, names))
+        """Return (gate, up, down): the modules' names below a layer.
+
+        Gate is empty without a gate, and equals up where fused.
+        """
+        return next(names for names in _FFNS if any(_has(shapes, names) for shapes in self.layers))
+
+    @functools.cached_property
+    def holders(self) -> tuple[int, ...]:
+        """Return the layers that have the FFN; none where no layer has a known one."""
+        held = ([i for i, shapes in enumerate(self.layers) if _has(shapes, names)] for names in _FFNS)
+        return tuple(next((found for found in held if found), ()))
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes in the first layer."""
-        return self.layers[0]
+        """Return the shapes in the first layer that has the FFN."""
+        return self.layers[self.holders[0]]
 
     @property
     def matrices(self) -> tuple[str, ...]:
         """Return the suffixes of the FFN's matrices, each once."""
-        return tuple(dict.fromkeys(f"{name}.weight" for name in self.ffn))
+        return tuple(dict.fromkeys(f"{name}.weight" for name in self.ffn if name))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Return the roles of the FFN's matrices: gate (if it has one), up and down."""
+        # Without a gate, its name is empty, and the slice begins at 1 (True).
+        return ("gate", "up", "down")[not self.ffn[0] :]
 
     @functools.cached_property
     def kinds(self) -> dict[int, Mapping[str, tuple[int, ...]]]:
@@ -200,7 +221,13 @@ class Dense:
 
 def _has(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, str, str]) -> bool:
     """Return whether a layer has all matrices of an FFN with these names."""
-    return all(f"{name}.weight" in shapes for name in names)
+    return all(f"{name}.weight" in shapes for name in names if name)
+
+
+def check_no_experts(suffixes: Iterable[str]) -> None:
+    """Raise BadInput where a layer's tensors, by suffix, include experts."""
+    if experts := _experts_in(suffixes):
+        raise BadInput(f"{printable(experts)}: the base is a mixture of experts already; use its dense original")
 
 
 def _experts_in(suffixes: Iterable[str]) -> str:

@@ -14,7 +14,8 @@ from surgeon.anatomy.twin import shrunk, twin_of
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.edits.sparse.dense import BESIDE, STEM, Dense, Form, Mixture, NoTarget, check_divides
-from surgeon.edits.sparse.targets import TARGETS, Made, Target
+from surgeon.edits.sparse.target import Made, Target
+from surgeon.edits.sparse.targets import TARGETS
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def target_for(dense: Dense, mixture: Mixture, named: str | None = None) -> Targ
         """Return why this class does not hold the base as the mixture; empty where it does."""
         uneven = f"it multiplies experts of a multiple of {_GROUPED} neurons, and the base has {dense.width}"
         refusal = target.refusal(mixture)
-        wrong = refusal or _why_not(dense, target, mixture.segments, (0,) if mixture.plain else ())
+        first = mixture.plain[:1] and dense.holders[:1]
+        wrong = refusal or _why_not(dense, target, mixture.segments, first)
         return wrong or (uneven if dense.width % _GROUPED else "")
 
     # For each reason, the classes that it rules out.
@@ -88,8 +90,10 @@ def _far(dense: Dense) -> str:
     """Describe why no class is even tried."""
     if dense.stem != STEM:
         return f"its layers are called `{printable(dense.stem)}0.…`, and those of the classes `{STEM}0.…`"
-    other = list(dense.kinds)[1]
-    return f"layers 0 and {other} hold different tensors, and none of the classes has such layers"
+    if len(dense.kinds) > 1:
+        other = list(dense.kinds)[1]
+        return f"layers 0 and {other} hold different tensors, and none of the classes has such layers"
+    return "its FFN has no gate, and theirs do"
 
 
 def _check_segments(dense: Dense, mixture: Mixture) -> None:
@@ -131,9 +135,10 @@ def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, 
     planned = {name: shape for name, shape in skeleton.shapes.items() if not name.startswith(f"{skeleton.stack}.")}
     for index, shapes in dense.kinds.items():
         stem = f"{skeleton.stack}.{index}."
-        dropped = target.dropped(dense)
+        new = target.layer(dense, mixture) if index in dense.holders else []
+        dropped = target.dropped(dense) if new else set()
         planned |= {f"{stem}{suffix}": shape for suffix, shape in shapes.items() if suffix not in dropped}
-        planned |= {f"{stem}{each.suffix}": each.shape for each in target.layer(dense, mixture)}
+        planned |= {f"{stem}{each.suffix}": each.shape for each in new}
     inside = tuple(f"{other.stack}.{index}." for index in dense.kinds)
     wanted = {n: s for n, s in other.shapes.items() if n.startswith(inside) or not n.startswith(f"{other.stack}.")}
 
@@ -179,12 +184,12 @@ def _unlike(target: Target, base: Dense, plain: tuple[int, ...]) -> str:
         tensors = {name: value for name, value in held.items() if not name.startswith(stem)}
         draws = torch.Generator().manual_seed(0)
         for index, layer in enumerate(own):
-            kept = index in plain
-            dropped = target.dropped(dense, plain=kept)
+            kept, holds = index in plain, index in dense.holders
+            dropped = target.dropped(dense, plain=kept) if holds else set()
             tensors |= {f"{stem}{index}.{s}": v for s, v in layer.items() if s not in dropped}
-            for made in target.plain_layer(dense) if kept else target.layer(dense, mixture):
-                # The bias is a buffer, which the model already has.
-                if made.role != "bias":
+            for made in (target.plain_layer(dense) if kept else target.layer(dense, mixture)) if holds else ():
+                # Otherwise the bias is a buffer, which the model already has.
+                if made.role != "bias" or target.row:
                     tensors[f"{stem}{index}.{made.suffix}"] = _of_twin(made, layer, target.form, draws)
         with torch.random.fork_rng(devices=[]):
             other = build(target.config(dense, mixture), buffers=True)

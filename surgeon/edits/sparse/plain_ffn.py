@@ -10,7 +10,7 @@ from surgeon.anatomy.family import Part, Role
 from surgeon.blueprint.draft import Draft
 from surgeon.common.formatting import show
 from surgeon.edits.sparse.dense import Mixture, Take
-from surgeon.edits.sparse.targets import Made
+from surgeon.edits.sparse.target import Made
 from surgeon.errors import BadInput, printable
 from surgeon.grafts.composition import FFN
 from surgeon.operations.selectors import LayerSelector

@@ -1,225 +1,13 @@
-"""Mixture classes of transformers: their config.json and their layers' tensors, made from a base's.
-
-`TARGETS` lists the known classes, with the settings by which each computes what its base does.
-"""
+"""The known mixture classes, and the settings with which each computes what its base does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from surgeon.edits.sparse.dense import JOINT, KEY, QUERY, STEM, VALUE, Dense, Form, Mixture, Take
+from surgeon.edits.sparse.dense import Dense, Mixture
+from surgeon.edits.sparse.target import HIDDEN, NEURONS, Target
 from surgeon.errors import BadInput
-
-# Where the width is no multiple of this, half of a fused matrix uses another activation kernel than a whole one.
-_ALIGNED = 32
-# Fields with the same meaning in every class. No class's own defaults are trusted.
-_COMMON = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
-    *("tie_word_embeddings", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
-)
-# A placeholder in the shapes of idle tensors: the hidden size.
-HIDDEN = -1
-_GATED = ("gate", "up", "down")
-_AS_WRITTEN = ("dtype", "torch_dtype", "transformers_version", "original_max_position_embeddings")
-_ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
-
-Role = Literal["kept", "inner", "copied", "down", "router", "bias", "idle"]
-
-
-@dataclass(frozen=True)
-class Made:
-    """A tensor of a layer of the mixture. `takes` are rows of the base's layer, one piece below another.
-
-    `kept`: a tensor that the base computes with; `inner`: gate and up of experts, `copied` their biases; `down`: their
-    output, where segment `number` takes one of `segments` equal blocks of columns; `router`: a row per expert; `bias`:
-    a zero per expert; `idle`: zeros for a part that the class has and the base does not need. `expert` is the number of
-    the one expert that the tensor belongs to; None: it holds all of them.
-    """
-
-    suffix: str
-    shape: tuple[int, ...]
-    role: Role
-    takes: tuple[Take, ...] = ()
-    expert: int | None = None
-
-
-@dataclass(frozen=True)
-class Target:
-    """A class of transformers that mixes experts, with the names in its checkpoints.
-
-    `settings` returns the fields of its config.json beyond the common ones, from a base and a mixture; it raises
-    BadInput where no setting computes what the base does. `expert` and `shared` are patterns for the number and for the
-    three `words` of gate, up and down; for a `fused` class the two `words` are gate with up, and down. A class that
-    `extends` a dense type has all fields of that type, and all its kinds of layers. `balanced`: it has a loss that
-    spreads tokens; `engines`: other programs that ran it in tests; `plain`: which of its layers may have an MLP instead
-    of experts. `idle` are tensors next to the experts that add nothing, with the shape of each.
-    """
-
-    model_type: str
-    architecture: str
-    form: Form
-    settings: Callable[[Dense, Mixture], dict[str, Any]]
-    engines: str = ""
-    router: str = "mlp.gate.weight"
-    expert: str = "mlp.experts.{}.{}.weight"
-    words: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    extends: str = ""
-    shared: str = ""
-    bias: str = ""
-    fused: bool = False
-    balanced: bool = True
-    plain: Literal["none", "lowest", "any"] = "none"
-    idle: tuple[tuple[str, tuple[int, int]], ...] = ()
-
-    @property
-    def elsewhere(self) -> str:
-        """Describe the other programs that run the class; empty where none was tried."""
-        return f" (also in {self.engines})" if self.engines else ""
-
-    def is_near(self, dense: Dense) -> bool:
-        """Return whether the class could hold layers like the base's: by its dense type, or as common layers."""
-        if self.extends:
-            return self.extends == dense.config.get("model_type")
-        return len(dense.kinds) == 1 and dense.stem == STEM
-
-    def refusal(self, mixture: Mixture) -> str:
-        """Describe why the class cannot keep the MLP in the mixture's `plain` layers; empty where it can."""
-        if not mixture.plain or self.plain == "any":
-            return ""
-        if self.plain == "none":
-            return "it has experts in every layer"
-        if mixture.plain == tuple(range(len(mixture.plain))):
-            return ""
-        return "its layers without experts are the lowest alone"
-
-    def config(self, dense: Dense, mixture: Mixture) -> dict[str, Any]:
-        """Return the mixture's config.json. Raises BadInput where the class cannot compute what the base does."""
-        named = {"architectures": [self.architecture], "model_type": self.model_type}
-        made = {**dense.config, **named} if self.extends else self._common(dense, mixture) | named
-        made |= self.settings(dense, mixture)
-        if not self.extends and made["rms_norm_eps"] is None:
-            raise BadInput("it has RMS norms; the base's norms are others (no `rms_norm_eps` in its config.json)")
-        if self.balanced:
-            # `output_router_logits` is not set: with it transformers computes the loss at every forward, which fails
-            # where a cache holds part of a padded batch. Training asks for the loss itself.
-            made["router_aux_loss_coef"] = mixture.balance
-        return made
-
-    def _common(self, dense: Dense, mixture: Mixture) -> dict[str, Any]:
-        """Return the fields that mean the same in the base and in every class."""
-        full, written = dense.full, dense.config
-        made = {key: written.get(key, full.get(key)) for key in _COMMON}
-        made["hidden_act"] = made["hidden_act"] or full.get("hidden_activation")
-        made["attention_dropout"] = made["attention_dropout"] or 0.0
-        heads, kv_heads = dense.heads
-        made |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dense.head_dim}
-        made |= {key: written[key] for key in _AS_WRITTEN if key in written}
-        made |= _rope(dense)
-        made["attention_bias"] = any(s.endswith(("q_proj.bias", "qkv_proj.bias")) for s in dense.shapes)
-        # Engines differ in which of the two they read.
-        made |= {"num_experts": mixture.count, "num_local_experts": mixture.count}
-        made["num_experts_per_tok"] = mixture.chosen
-        return made
-
-    def exact(self, dense: Dense) -> bool:
-        """Return whether the base's own MLP is computed bit for bit as in the base (never where experts are copies)."""
-        return self.form == "shared" and (self.fused == dense.fused or dense.width % _ALIGNED == 0)
-
-    def layer(self, dense: Dense, mixture: Mixture) -> list[Made]:
-        """Return the tensors of a layer that are not the base's under their own names."""
-        made: list[Made] = []
-        if JOINT in dense.shapes:
-            for role, suffix in (("query", QUERY), ("key", KEY), ("value", VALUE)):
-                made.append(_kept(suffix, dense.hidden, dense.source(role)))
-        made += self._shared(dense) if self.shared else []
-        made.append(Made(self.router, (mixture.count, dense.hidden), "router"))
-        if self.bias:
-            made.append(Made(self.bias, (mixture.count,), "bias"))
-        for suffix, shape in self.idle:
-            rows, columns = (dense.hidden if size == HIDDEN else size for size in shape)
-            made.append(Made(suffix, (rows, columns), "idle"))
-        return [*made, *(self._stacked(dense, mixture) if self.fused else self._experts(dense, mixture))]
-
-    def _shared(self, dense: Dense) -> list[Made]:
-        """Return the base's FFN as the shared expert, without tensors that keep their names."""
-        takes = [dense.source(role) for role in _GATED]
-        if self.fused:
-            inner, outer = (self.shared.format(word) for word in self.words)
-            made = [_kept(inner, dense.hidden, *takes[:-1]), _kept(outer, dense.width, takes[-1])]
-        else:
-            sizes = [*(dense.hidden,) * (len(takes) - 1), dense.width]
-            named = zip(self.words, takes, sizes, strict=True)
-            made = [_kept(self.shared.format(word), columns, take) for word, take, columns in named]
-        return [each for each in made if each.suffix not in dense.shapes]
-
-    def plain_layer(self, dense: Dense) -> list[Made]:
-        """Return the tensors of a layer with an MLP that are not the base's under their own names."""
-        split = dense.fused and not self.extends
-        roles = {f"mlp.{role}_proj.weight": role for role in ("gate", "up")} if split else {}
-        roles |= {QUERY: "query", KEY: "key", VALUE: "value"} if JOINT in dense.shapes else {}
-        return [_kept(suffix, dense.hidden, dense.source(role)) for suffix, role in roles.items()]
-
-    def dropped(self, dense: Dense, *, plain: bool = False) -> set[str]:
-        """Return suffixes of the base's layer that the mixture's layer does not have under the same names.
-
-        `plain`: for a layer that keeps its MLP.
-        """
-        kept = {self.shared.format(word) for word in self.words} if self.shared else set[str]()
-        if plain:
-            kept = set(dense.matrices[1:] if dense.fused and not self.extends else dense.matrices)
-        return ({*dense.matrices} | ({JOINT} & dense.shapes.keys())) - kept
-
-    def _experts(self, dense: Dense, mixture: Mixture) -> list[Made]:
-        """Return the experts' tensors, where each expert has tensors of its own."""
-        made: list[Made] = []
-        width = dense.width // mixture.segments
-        for expert in range(mixture.count):
-            segment = expert % mixture.segments
-            for word, role in zip(self.words, _GATED, strict=True):
-                suffix, take = self.expert.format(expert, word), dense.source(role)
-                if role == "down":
-                    made.append(Made(suffix, (dense.hidden, width), "down", (take,), expert))
-                else:
-                    takes = (take.part(segment, mixture.segments),)
-                    made.append(Made(suffix, (width, dense.hidden), "inner", takes, expert))
-        return made
-
-    def _stacked(self, dense: Dense, mixture: Mixture) -> list[Made]:
-        """Return the experts' tensors, where one tensor holds all experts."""
-        inner, outer = (self.expert.format(word) for word in self.words)
-        width = dense.width // mixture.segments
-        gate, up, down = (dense.source(role) for role in _GATED)
-        takes = tuple(
-            take.part(expert % mixture.segments, mixture.segments)
-            for expert in range(mixture.count)
-            for take in (gate, up)
-        )
-        return [
-            Made(inner, (mixture.count, 2 * width, dense.hidden), "inner", takes),
-            Made(outer, (mixture.count, dense.hidden, width), "down", (down,) * mixture.count),
-        ]
-
-
-def _kept(suffix: str, columns: int, *takes: Take) -> Made:
-    """Return a tensor that the base computes with, made of these rows."""
-    rows = sum(take.stop - take.start for take in takes)
-    return Made(suffix, (rows, columns), "kept", takes)
-
-
-def _rope(dense: Dense) -> dict[str, Any]:
-    """Return the base's fields of rotary embeddings, unchanged, with nothing left to a class's default."""
-    made = {key: dense.config[key] for key in _ROPE if key in dense.config}
-    full = dense.full.get("rope_parameters") or {}
-    if "rope_parameters" not in made and "rope_theta" in full:
-        made.setdefault("rope_theta", full["rope_theta"])
-    share = full.get("partial_rotary_factor", dense.full.get("partial_rotary_factor"))
-    made["partial_rotary_factor"] = 1.0 if share is None else share
-    if isinstance(made.get("rope_parameters"), Mapping):
-        made["rope_parameters"] = {**made["rope_parameters"], "partial_rotary_factor": made["partial_rotary_factor"]}
-    return made
 
 
 def _without_window(dense: Dense) -> None:
@@ -228,12 +16,8 @@ def _without_window(dense: Dense) -> None:
         raise BadInput(f"it has no attention window, and the base one of {dense.window} tokens; use another `target`")
 
 
-def _glm4_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
-    """Return the fields of GLM-4 MoE, whose routers are sigmoids with a bias for the choice, as in DeepSeek-V3.
-
-    Raises BadInput for a base with an attention window.
-    """
-    _without_window(dense)
+def _sigmoid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of classes whose routers are sigmoids with a bias for the choice, as in DeepSeek-V3."""
     return {
         "moe_intermediate_size": dense.width // mixture.segments,
         "n_routed_experts": mixture.count,
@@ -244,9 +28,26 @@ def _glm4_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
         # With one expert the weight would be 1 whatever its router's scores, and the router would never learn.
         "norm_topk_prob": mixture.chosen > 1,
         "routed_scaling_factor": 1.0,
-        "use_qk_norm": "self_attn.q_norm.weight" in dense.shapes,
-        "num_nextn_predict_layers": 0,
     }
+
+
+def _glm4_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of GLM-4 MoE. Raises BadInput for a base with an attention window."""
+    _without_window(dense)
+    normed = "self_attn.q_norm.weight" in dense.shapes
+    return _sigmoid(dense, mixture) | {"use_qk_norm": normed, "num_nextn_predict_layers": 0}
+
+
+def _dots1(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of dots1; each layer keeps the attention window that it has in the base, or none."""
+    layers, types = dense.full["num_hidden_layers"], dense.full.get("layer_types")
+    try:
+        window = dense.window
+    except BadInput:
+        window, own = dense.full["sliding_window"], types
+    else:
+        own = ["full_attention" if window is None else "sliding_attention"] * layers
+    return _sigmoid(dense, mixture) | {"sliding_window": window, "max_window_layers": layers, "layer_types": own}
 
 
 def _mixtral(dense: Dense, mixture: Mixture) -> dict[str, Any]:
@@ -301,6 +102,91 @@ def _qwen2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
     return _qwen3_moe(dense, mixture) | {"shared_expert_intermediate_size": _IDLE, "qkv_bias": biased}
 
 
+def _ernie4_5_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Ernie 4.5 MoE. Raises BadInput for a base with an attention window."""
+    _without_window(dense)
+    return {
+        "moe_intermediate_size": dense.width // mixture.segments,
+        "moe_num_experts": mixture.count,
+        "moe_k": mixture.chosen,
+        "moe_num_shared_experts": 0,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "use_bias": bool(dense.full.get("use_bias")),
+    }
+
+
+def _cohere2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Cohere2 MoE. Raises BadInput for a base without its norms or types of layers."""
+    full = dense.full
+    if full.get("layer_norm_eps") is None or not full.get("layer_types"):
+        raise BadInput("it has layers with and without a window and norms with a mean; use another `target`")
+    return {
+        "intermediate_size": dense.width // mixture.segments,
+        "layer_norm_eps": full["layer_norm_eps"],
+        "layer_types": full["layer_types"],
+        "sliding_window": full.get("sliding_window"),
+        "logit_scale": full.get("logit_scale", 1.0),
+        "mlp_layer_types": ["sparse"] * full["num_hidden_layers"],
+        "num_shared_experts": 0,
+        "expert_selection_fn": "softmax",
+        "norm_topk_prob": True,
+    }
+
+
+def _hunyuan(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of HunYuan MoE. Raises BadInput for a shared expert next to cut experts."""
+    if mixture.form == "shared" and mixture.segments > 1:
+        raise BadInput("its experts are as wide as its shared one; use no `fine_grained`")
+    width = dense.width // mixture.segments
+    return {"intermediate_size": width, "num_experts": mixture.count, "moe_topk": mixture.chosen}
+
+
+def _lfm2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of LFM2 MoE; the dense class rounds `intermediate_size`, this class uses it unrounded."""
+    return {
+        "intermediate_size": dense.width,
+        "moe_intermediate_size": dense.width // mixture.segments,
+        "num_dense_layers": len(mixture.plain),
+        "num_experts": mixture.count,
+        "num_experts_per_tok": mixture.chosen,
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def _nemotron_h(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Nemotron-H, with the types of layers in the form that the base's config has."""
+    sparse = set(dense.holders) - set(mixture.plain)
+    types = ["moe" if index in sparse else kind for index, kind in enumerate(dense.full["layers_block_type"])]
+    letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
+    written = {"layers_block_type": types, "hybrid_override_pattern": "".join(letters[kind] for kind in types)}
+    kept = {key: value for key, value in written.items() if key in dense.config}
+    normed = {"norm_topk_prob": True} if mixture.form == "copies" else {}
+    return (
+        _sigmoid(dense, mixture)
+        | normed
+        | {
+            **(kept or {"layers_block_type": types}),
+            "num_experts_per_tok": mixture.chosen,
+            "moe_shared_expert_intermediate_size": dense.width if mixture.form == "shared" else _IDLE,
+            "moe_latent_size": None,
+        }
+    )
+
+
+def _granitemoehybrid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Return the fields of Granite MoE hybrid; for copies, the shared MLP is idle."""
+    return {
+        "intermediate_size": dense.width // mixture.segments,
+        "shared_intermediate_size": dense.width if mixture.form == "shared" else _IDLE,
+        "num_local_experts": mixture.count,
+        "num_experts_per_tok": mixture.chosen,
+    }
+
+
 def _qwen3_5_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
     """Return the fields of Qwen3.5 MoE, whose shared expert is idle."""
     return {
@@ -312,6 +198,8 @@ def _qwen3_5_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
 
 
 _LINEAR = ("input_linear", "output_linear")
+_SHARED = "mlp.shared_experts.{}.weight"
+_BIAS = "mlp.gate.e_score_correction_bias"
 _STACKED = "block_sparse_moe.{}.weight"
 _STACKED_ROUTER = "block_sparse_moe.router.layer.weight"
 _QWEN_IDLE = (
@@ -319,6 +207,58 @@ _QWEN_IDLE = (
     ("mlp.shared_expert.up_proj.weight", (_IDLE, HIDDEN)),
     ("mlp.shared_expert.down_proj.weight", (HIDDEN, _IDLE)),
     ("mlp.shared_expert_gate.weight", (1, HIDDEN)),
+)
+
+# Classes of single makers that hold both forms: here the `shared` one; the idle tensors belong to `copies`.
+_HUNYUAN = Target(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    "shared",
+    _hunyuan,
+    router="mlp.gate.wg.weight",
+    extends="hunyuan_v1_dense",
+    shared="mlp.shared_mlp.{}.weight",
+    balanced=False,
+    normed=True,
+)
+_HUNYUAN_IDLE = (
+    ("mlp.shared_mlp.gate_proj.weight", (NEURONS, HIDDEN)),
+    ("mlp.shared_mlp.up_proj.weight", (NEURONS, HIDDEN)),
+    ("mlp.shared_mlp.down_proj.weight", (HIDDEN, NEURONS)),
+)
+_NEMOTRON = Target(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    "shared",
+    _nemotron_h,
+    router="mixer.gate.weight",
+    expert="mixer.experts.{}.{}.weight",
+    words=("up_proj", "down_proj"),
+    extends="nemotron_h",
+    shared="mixer.shared_experts.{}.weight",
+    bias="mixer.gate.e_score_correction_bias",
+    balanced=False,
+    plain="any",
+)
+_NEMOTRON_IDLE = (
+    ("mixer.shared_experts.up_proj.weight", (_IDLE, HIDDEN)),
+    ("mixer.shared_experts.down_proj.weight", (HIDDEN, _IDLE)),
+)
+_GRANITE_HYBRID = Target(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    "shared",
+    _granitemoehybrid,
+    router=_STACKED_ROUTER,
+    expert=_STACKED,
+    words=_LINEAR,
+    extends="granitemoehybrid",
+    shared="shared_mlp.{}.weight",
+    fused=True,
+)
+_GRANITE_HYBRID_IDLE = (
+    ("shared_mlp.input_linear.weight", (2 * _IDLE, HIDDEN)),
+    ("shared_mlp.output_linear.weight", (HIDDEN, _IDLE)),
 )
 
 _BOTH = "llama.cpp, vLLM"
@@ -331,8 +271,18 @@ TARGETS: tuple[Target, ...] = (
         _glm4_moe,
         # vLLM reads no tied head for this class, and computes noise.
         engines="llama.cpp, vLLM untied",
-        shared="mlp.shared_experts.{}.weight",
-        bias="mlp.gate.e_score_correction_bias",
+        shared=_SHARED,
+        bias=_BIAS,
+        balanced=False,
+        plain="lowest",
+    ),
+    Target(
+        "dots1",
+        "Dots1ForCausalLM",
+        "shared",
+        _dots1,
+        shared=_SHARED,
+        bias=_BIAS,
         balanced=False,
         plain="lowest",
     ),
@@ -392,7 +342,41 @@ TARGETS: tuple[Target, ...] = (
         plain="any",
         idle=_QWEN_IDLE,
     ),
-    # It extends the dense type of its maker and keeps that type's layers.
+    Target(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        "copies",
+        _ernie4_5_moe,
+        bias="mlp.moe_statics.e_score_correction_bias",
+        row=True,
+    ),
+    Target(
+        "cohere2_moe",
+        "Cohere2MoeForCausalLM",
+        "copies",
+        _cohere2_moe,
+    ),
+    # Each of these extends the dense type of one maker and keeps that type's layers.
+    _HUNYUAN,
+    replace(_HUNYUAN, form="copies", shared="", idle=_HUNYUAN_IDLE),
+    Target(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        "copies",
+        _lfm2_moe,
+        router="feed_forward.gate.weight",
+        expert="feed_forward.experts.{}.{}.weight",
+        words=("w1", "w3", "w2"),
+        extends="lfm2",
+        bias="feed_forward.expert_bias",
+        balanced=False,
+        normed=True,
+        plain="lowest",
+    ),
+    _NEMOTRON,
+    replace(_NEMOTRON, form="copies", shared="", normed=True, idle=_NEMOTRON_IDLE),
+    _GRANITE_HYBRID,
+    replace(_GRANITE_HYBRID, form="copies", shared="", idle=_GRANITE_HYBRID_IDLE),
     Target(
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
