@@ -96,11 +96,6 @@ _BESIDE = "`form: shared` (modules beside the MLP)"
 # A line that none of them has, or two, ends a run: somebody has to look at it.
 KINDS = (
     Kind(
-        "so nothing can be aligned",
-        "transport aligns query, key, value, output, gate, up and down, and this kind of layer has none of them",
-        "init `average` or `copy`",
-    ),
-    Kind(
         "layers share a block .*none can be added",
         "a shared block is tied, and its cache kept, by the numbers of layers, so the stack keeps its layers",
         "adapters, slots or control states",

@@ -116,7 +116,8 @@ def _answer(error: Any, shown: str, revision: str | None, doing: str) -> str:
     if isinstance(error, errors.GatedRepoError):
         return f"gated{detail}: accept its conditions at {constants.ENDPOINT}/{shown}, then {_LOG_IN}"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"has no revision {printable(revision or 'main')!r}{detail}; check `--revision`"
+        named_by = "`revision:`" if shown.startswith("datasets/") else "`--revision`"
+        return f"has no revision {printable(revision or 'main')!r}{detail}; check {named_by}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"no such folder here and no such repository on the Hub, or a private one{detail}; check the name, or"

@@ -37,7 +37,6 @@ UNSEEN: dict[str, str] = {
     r"merged\.\*\.(change|nearest|kept|guided)": "what a merge reports of its rounding, an entry a tensor",
     r"facts\.0\.adapters\.\*\.facts\.(id|revision)": "how a merged adapter was called",
     r"facts\.0\.adapters\.\*\.facts\.tensors\.\*\.sha256": "a merged adapter's file is not at hand",
-    r"facts\.0\.adapters\.\*\.norms(\..*)?": "measured on the adapter, which verify is not given",
     r"proven(\..*)?": "the libraries by which apply proved the promise; verify proves it itself",
     r"facts\.0\.(id|revision)": "how the adapter was called",
     r"facts\.0\.(adapters\.\*\.facts\.)?alpha_pattern": "a pattern that no module of the adapter has",
