@@ -25,7 +25,7 @@ def test_every_refusal_of_a_published_config_is_of_one_kind_that_says_why() -> N
     refused = [row.told[name] for row in rows for name in published.PLANS if row.told[name] not in published.HELD]
     assert {published.kind_of(words) for words in refused} == set(published.KINDS), "kinds that nothing is of"
     assert published.ROWS.with_suffix(".md").read_text() == published.page(rows)
-    for words in ("something new", "so nothing can be aligned, and the base is a mixture of experts already"):
+    for words in ("something new", "its layers share a block, and the base is a mixture of experts already"):
         with pytest.raises(ValueError, match="kinds of refusals"):
             published.kind_of(words)
 

@@ -114,15 +114,12 @@ def _answer(error: Any, shown: str, revision: str | None, doing: str) -> str:
     said = printable(" ".join((error.server_message or "").split()))
     detail = f" ({said})" if said else ""
     if isinstance(error, errors.GatedRepoError):
-        return f"gated{detail}: accept its conditions at {constants.ENDPOINT}/{shown}, then {_LOG_IN}"
+        return f"gated: accept its conditions at {constants.ENDPOINT}/{shown}, then {_LOG_IN}"
     if isinstance(error, errors.RevisionNotFoundError):
         named_by = "`revision:`" if shown.startswith("datasets/") else "`--revision`"
-        return f"has no revision {printable(revision or 'main')!r}{detail}; check {named_by}"
+        return f"has no revision {printable(revision or 'main')!r}; check {named_by}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"no such folder here and no such repository on the Hub, or a private one{detail}; check the name, or"
-            f" {_LOG_IN}"
-        )
+        return f"no such folder here and no such repository on the Hub, or a private one; check the name, or {_LOG_IN}"
     code = error.response.status_code
     advice = _ADVICE.get(code, "wait some minutes, then run the same command again")
     return f"the Hub refuses to {doing} ({code}){detail}; {advice}"
