@@ -1,1 +1,1 @@
-"""Plans: their schema and YAML, sweeps, the shipped ones, and the step from plan to blueprint."""
+"""Plans: their schema and YAML, the shipped ones, and the step from plan to blueprint."""
