@@ -280,7 +280,7 @@ def conclusion(found: Sequence[dict[str, Any]]) -> str:
         if apart is None or apart.half is None:
             continue
         low, high = apart.mean - apart.half, apart.mean + apart.half
-        verdict = "moves answers less" if high < 0 else "moves answers more" if low > 0 else "is not shown to differ"
+        verdict = "moved answers less" if high < 0 else "moved answers more" if low > 0 else "not shown to differ"
         said.append(f"{METHODS[method].label} {verdict} ({apart.mean:+.3f} [{low:+.3f}, {high:+.3f}] nats a token)")
     if not said:
         return "Nothing can be concluded yet: no method has three seeds beside full fine-tuning's."
@@ -294,7 +294,7 @@ def write_page() -> None:
         f"# {__doc__.splitlines()[0]}",
         "",
         conclusion(found),
-        f"One chat model, one text, {STEPS} steps of {BATCH} × {LENGTH} tokens.",
+        f"One chat model, one text, {STEPS} steps of {BATCH} × {LENGTH} tokens, at the rates of the table alone.",
         "",
         "Losses are changes from the base, in nats a token; prefix is the share of an answer before the first"
         " difference.",
