@@ -102,6 +102,7 @@ OPERATIONS = [
         "`keep` has no meaning with `how: ",
     ),
     ("op: upcycle_experts, experts: 2, top_k: 3", "`top_k: 3` of 2 experts: a token cannot take more than there are"),
+    ("op: upcycle_experts, attention: average", "`attention: average` is of other models; list them in `experts`"),
     ("op: upcycle_experts, experts: [a, b]", "`experts` of other models need `form: copies`: beside a shared"),
     ("op: upcycle_experts, form: copies, experts: [base]", "`experts` is a list of 1: give 2 to 1024"),
     ("op: upcycle_experts, form: copies, experts: [base, ' ']", "`experts` has an empty name; write a folder"),
