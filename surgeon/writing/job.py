@@ -64,8 +64,7 @@ class Job:
     JSON data, what the output's bytes depend on besides shards and `files`: the checkpoints that are read, the plan.
     `mirrored` are the files that shards mirror: a shard's data has the alignment of that file. A shard that equals that
     file byte for byte is not written where that can be avoided: it shares the file's blocks, or with `link` is the file
-    under a second name. `recall` is the folder of the first source: digests of its files may be remembered from the
-    last time that they were read.
+    under a second name.
     """
 
     shards: tuple[Shard, ...]

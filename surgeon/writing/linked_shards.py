@@ -1,6 +1,6 @@
 """Shards that equal another file byte for byte: hard-linked, or sharing its blocks, and hashed once.
 
-Their digests are the digests of that file, remembered from the last time it was read, or computed on all cores.
+Their digests are the digests of that file, computed on all cores.
 """
 
 from __future__ import annotations
