@@ -50,10 +50,10 @@ QUESTION = "What is the capital of France?"
 _BATCH, _LENGTH = 4, 128
 # The share of a run's tokens that the base wrote, where it is replayed; tokens that it writes, and the longest answer.
 _REPLAYED, _WRITTEN, _LONGEST = 0.25, 2000, 128
-# Every fifth shipped prompt.
-_PROMPTS_APART = 5
+# Every sixth shipped prompt.
+_PROMPTS_APART = 6
 _ENGLISH, _ENGLISH_LENGTH = 24, 1000
-_MEASURED: Mapping[str, Any] = {"most": 8, "length": 256}
+_MEASURED: Mapping[str, Any] = {"most": 6, "length": 256}
 # Sequences of each text by which a training shows that it learns: what is reported is measured afterwards.
 _VALIDATED = 2
 _LONGEST_SHOWN = 200
@@ -106,7 +106,7 @@ class Demo:
         return self.verification.holds and self.trained.holds and self.restored
 
 
-def run_demo(folder: Path, *, base: str | None = None, steps: int = 15, seed: int = 0, listener: Listener) -> Demo:
+def run_demo(folder: Path, *, base: str | None = None, steps: int = 12, seed: int = 0, listener: Listener) -> Demo:
     """Run the demo in the new folder `folder`.
 
     Args:
