@@ -415,7 +415,7 @@ def _typed() -> str:
 def demo(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="new folder; default: surgeon-demo")] = None,
     base: Annotated[str | None, typer.Option(help="a chat model of yours in place of SmolLM2-135M-Instruct")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="steps of every training, of 512 tokens")] = 12,
+    steps: Annotated[int, typer.Option(min=1, help="steps of every training, of 512 tokens")] = 10,
     quiet: QuietOption = False,
 ) -> None:
     """Let a chat model learn French in four ways, and show what each learned and what it kept."""

@@ -165,7 +165,9 @@ def open_tokenizer(folder: Path) -> tuple[Tokenizer | None, str]:
 
     Raises BadInput for one that reaches a limit while it is loaded.
     """
-    # Imported here, so that child processes do not have to import it.
+    # Imported here, so that child processes do not have to import them (1 to 3 seconds each): configurations are
+    # checked against the names of activations.
+    import transformers.activations
     import transformers.models.auto.tokenization_auto
     import transformers.tokenization_utils_tokenizers  # noqa: F401
 

@@ -49,7 +49,7 @@ NEW, KNOWN, ANSWERS = "French", "English", "answers"
 QUESTION = "What is the capital of France?"
 _BATCH, _LENGTH = 4, 128
 # The share of a run's tokens that the base wrote, where it is replayed; tokens that it writes, and the longest answer.
-_REPLAYED, _WRITTEN, _LONGEST = 0.25, 2000, 128
+_REPLAYED, _WRITTEN, _LONGEST = 0.25, 1500, 128
 # Every sixth shipped prompt.
 _PROMPTS_APART = 6
 _ENGLISH, _ENGLISH_LENGTH = 24, 1000
@@ -106,7 +106,7 @@ class Demo:
         return self.verification.holds and self.trained.holds and self.restored
 
 
-def run_demo(folder: Path, *, base: str | None = None, steps: int = 12, seed: int = 0, listener: Listener) -> Demo:
+def run_demo(folder: Path, *, base: str | None = None, steps: int = 10, seed: int = 0, listener: Listener) -> Demo:
     """Run the demo in the new folder `folder`.
 
     Args:
