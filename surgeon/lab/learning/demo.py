@@ -50,8 +50,8 @@ QUESTION = "What is the capital of France?"
 _BATCH, _LENGTH = 4, 128
 # The share of a run's tokens that the base wrote, where it is replayed; tokens that it writes, and the longest answer.
 _REPLAYED, _WRITTEN, _LONGEST = 0.25, 1500, 128
-# Every sixth shipped prompt.
-_PROMPTS_APART = 6
+# Every eighth shipped prompt.
+_PROMPTS_APART = 8
 _ENGLISH, _ENGLISH_LENGTH = 24, 1000
 _MEASURED: Mapping[str, Any] = {"most": 6, "length": 256}
 # Sequences of each text by which a training shows that it learns: what is reported is measured afterwards.
