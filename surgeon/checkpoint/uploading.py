@@ -114,7 +114,7 @@ def check_token(to: Destination) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     _refuse_offline(to)
-    how = f"make one that writes at {constants.ENDPOINT}/settings/tokens, then `hf auth login`, or set HF_TOKEN"
+    how = f"create a write token at {constants.ENDPOINT}/settings/tokens, then `hf auth login`, or set HF_TOKEN"
     if get_token() is None:
         raise BadInput(f"{to.shown}: pushing needs a token of the Hub; {how}")
     with _with_timeout():

@@ -172,7 +172,7 @@ SPELLINGS = {
     "compare.device": _S("auto, cpu, cuda"),
     "blend.run": _S("a run of `surgeon train`", "RUN"),
     "blend.dest": _S("folder of the blend", "DEST"),
-    "blend.base": _S("the model that RUN's last surgery or training began with: a folder", option="--with"),
+    "blend.base": _S("the model that RUN's last surgery or a training began with: a folder", option="--with"),
     "blend.alpha": _S("share of RUN; 1: RUN, 0: the base; default: chosen by answers", least=0, most=1),
     "blend.alpha_top": _S("its share in the highest layer, linear between (LiNeS)", least=0, most=1),
     "blend.data": _S("measure base, RUN and blend on this text: FILE or NAME=FILE; may be given again"),

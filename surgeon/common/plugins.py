@@ -160,8 +160,8 @@ class Registry(Mapping[str, T]):
                 continue
             if plugin.name in self._built_in or plugin.name in found:
                 raise BadInput(
-                    f"plugin {plugin.shown}: `{printable(plugin.name)}` of `{self._group}` is the name of another;"
-                    " uninstall one of them"
+                    f"plugin {plugin.shown}: `{printable(plugin.name)}` of `{self._group}` is taken already; uninstall"
+                    " this plugin, or the other of that name"
                 )
             found[plugin.name] = (plugin, value)
         return found

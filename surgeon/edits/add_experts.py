@@ -283,9 +283,8 @@ def _lowest(own: Sequence[Part]) -> dict[str, str]:
     biases = [p.suffix for p in own if p.blocks[0][0] == "router" and len(p.shape) == 1 and p.suffix.endswith(".bias")]
     if not biases:
         raise BadInput(
-            "`how: zero`: this router has no bias, so for some text its product with any new row is the largest, and a"
-            " silent expert that is taken lessens the others' weights; use `how: duplicate` with `top_k: grown`, which"
-            " is the base by rounding"
+            "`how: zero`: this router has no bias to keep tokens from silent experts, which would lower the others'"
+            " weights; use `how: duplicate` with `top_k: grown`, which keeps the base's function to rounding"
         )
     return dict.fromkeys(biases, "lowest")
 

@@ -52,8 +52,8 @@ def vocabulary_tensors(draft: Draft, *, further: Collection[str] = ()) -> dict[s
         if info.shape[:1] == (rows,) and name not in further:
             what = "a layer that predicts further tokens" if name in anatomy.further else "a tensor that nothing reads"
             raise BadInput(
-                f"{printable(name)}: {what} has rows for the vocabulary of its own, which surgeon does not change"
-                " here; take it out of the checkpoint first"
+                f"{printable(name)}: {what} has its own vocabulary rows, which surgeon does not change here; remove"
+                " it from the checkpoint first"
             )
     heads = head_tensors(anatomy.derivation) if is_untied(draft) else {}
     return found | {name: False for name, source in heads.items() if source in found}
@@ -144,8 +144,8 @@ def head_tensors(base: Derivation) -> dict[str, str]:
     before = base.seen.skeleton.model
     if (other := wordless_auto(base.seen.config)) is not None:
         raise BadInput(
-            f"config.json: its head ({other.removeprefix('AutoModelFor')}) returns no words, so no head is tied to"
-            " the embeddings; operate on the model with its language head"
+            f"config.json: its head ({other.removeprefix('AutoModelFor')}) is no LM head, so none is tied to"
+            " the embeddings; use the model with its LM head"
         )
     after = build(untied_config(base, base.seen.config)).model
     left = after.all_tied_weights_keys

@@ -25,6 +25,7 @@ from surgeon.grafts.bundle import CODE_FILE, bundle
 from surgeon.grafts.composition import composition_of
 from surgeon.manifest.manifest import Base, Manifest
 from surgeon.manifest.moves import homes_of, layers_of, left_at
+from surgeon.manifest.reading import manifest_of
 
 CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
@@ -249,6 +250,16 @@ class State:
         return tuple(found[layer] for layer in sorted(found))
 
 
+def before_training(manifest: Manifest, model: CheckpointFolder) -> Manifest | None:
+    """Return the manifest of `model` if one of the training runs in `manifest` began with this model, else None."""
+    if model.manifest is None:
+        return None
+    found = manifest_of(model)
+    done = len(found.training)
+    began = manifest.changed(training=manifest.training[:done], files=found.files)
+    return found if done < len(manifest.training) and began.data() == found.data() else None
+
+
 def manifest_before(last: Manifest, number: int) -> Manifest:
     """Return the manifest of surgery `number` (from 0) in the lineage of `last`, as its own output had it."""
     return Manifest(**last.lineage[number].own, lineage=last.lineage[:number])
@@ -264,7 +275,7 @@ def _code(config: Mapping[str, Any], next_surgery: Manifest, out: CheckpointFold
         if not name.endswith(".py"):
             continue
         if CODE_NAME.fullmatch(name) is None:
-            raise BadInput(f"{MANIFEST_FILE}: code of the name {printable(name)}; was it edited by hand?")
+            raise BadInput(f"{MANIFEST_FILE}: bad file name {printable(name)} of code; was it edited by hand?")
         shipped = bundle(config) if name == CODE_FILE and composition_of(config) is not None else None
         candidates = (out.read_code(name), shipped)
         content = next((c for c in candidates if c is not None and hashlib.sha256(c).hexdigest() == digest), None)

@@ -219,7 +219,7 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
         raise BadInput(f"its `edit` returns {type(record).__name__}, no OperationRecord; mend the operation")
     draft.records.append(record)
     if before and draft.widths == before:
-        raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")
+        raise BadInput("an earlier operation of this plan changes widths; put this one into a second plan")
 
 
 def _check_classes(config: Mapping[str, Any]) -> None:

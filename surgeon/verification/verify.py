@@ -20,9 +20,11 @@ from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import surgeries_of
+from surgeon.manifest.lineage import before_training
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.models.gguf_file import locate_base
+from surgeon.verification.begun import check_begun
 from surgeon.verification.earlier import check_earlier, earlier_state
 from surgeon.verification.static import Drawn, bytes_to_read, check_static
 from surgeon.verification.verification import Verification
@@ -53,8 +55,9 @@ def verify(
     """Check `out` against `base`: bytes first, then logits (prefill and cached decode) on real tokens.
 
     Args:
-        base: The base of the last surgery, or an earlier state, for example the first base of several surgeries. A
-            folder, or `user/name[@revision]` on the Hub, which is downloaded where necessary.
+        base: The base of the last surgery, or an earlier state, for example the first base of several surgeries; or the
+            model that a training of `out` began with. A folder, or `user/name[@revision]` on the Hub, which is
+            downloaded where necessary.
         out: The output, a folder or Hub id too.
         logits: Whether models are run after the bytes were found as promised.
         streamed: Whether only one layer of each model is in memory at a time.
@@ -360,13 +363,17 @@ class StaticProof(NamedTuple):
 def static_proof(
     base: CheckpointFolder, out: CheckpointFolder, listener: Listener, *, facts: bool = True
 ) -> StaticProof:
-    """Run the checks that need only bytes, against the base of the last surgery or an earlier state.
+    """Run the checks that need only bytes, against the last surgery's base, an earlier state, or a run's beginning.
 
     Without `facts` the operations' own checks of what they found out of the base are left out: a twin has other
     numbers.
     """
     manifest, file = manifest_of(out), out.path / MANIFEST_FILE
     listener.begin("reading", bytes_to_read(base, out))
+    if began := before_training(manifest, base):
+        checks = check_begun(began, manifest, base, out, advance=listener.advance)
+        layers = tuple(range(len(manifest.layers)))
+        return StaticProof(manifest.promise, True, layers, checks, range(0), tail_alone=False)
     if state := earlier_state(base, out, manifest):
         checks = check_earlier(state, manifest, base, out, advance=listener.advance)
         new = next(iter(state.more.values()), range(0))

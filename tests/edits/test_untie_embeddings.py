@@ -190,7 +190,7 @@ def test_what_cannot_be_untied_is_refused(tmp_path: Path) -> None:
         surgeon.preview(write_plan(tmp_path / "pieces.yaml", [UNTIE, pieces]), add_letters(tied(tmp_path / "letters")))
     labels = tmp_path / "labels"
     transformers.AutoModelForSequenceClassification.from_pretrained(base).save_pretrained(labels)
-    with pytest.raises(BadInput, match="returns no words"):
+    with pytest.raises(BadInput, match="is no LM head"):
         surgeon.preview(plan, labels)
     shutil.rmtree(labels)
 

@@ -309,7 +309,7 @@ def test_tokenizers_that_cannot_grow(tmp_path: Path) -> None:
 
 def test_a_word_piece_gets_no_pieces(tmp_path: Path) -> None:
     base = base_with(tmp_path / "base", vocabularies.word_piece, rows=96)
-    with pytest.raises(BadInput, match="its model is a WordPiece, which gets no pieces; list tokens in `added`"):
+    with pytest.raises(BadInput, match="surgeon adds no pieces to a WordPiece; list tokens in `added`"):
         grow(CheckpointFolder.open(base), ["lune"], rows=96)
 
 

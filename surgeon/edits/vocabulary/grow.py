@@ -82,7 +82,7 @@ def grow(
     files, read = tokenizer_json(base)
     old = Old(read, base.source.shown, rows)
     if wanted and read.kind == "WordPiece":
-        raise BadInput(f"{TOKENIZER_FILE}: its model is a WordPiece, which gets no pieces; list tokens in `added`")
+        raise BadInput(f"{TOKENIZER_FILE}: surgeon adds no pieces to a WordPiece; list tokens in `added`")
     with opened_files(files, base) as tokenizer:
         old.ask(tokenizer)
         marks = Listed(key="`special`, `added`")

@@ -402,7 +402,7 @@ def _begun_or_new(request: Request, fingerprint: str, work: Path) -> State:
     if state.fingerprint != fingerprint:
         raise BadInput(
             f"{printable(str(work))}: holds another run (the tasks file, its texts, the base or surgeon changed); undo"
-            " the change, or remove it, or choose another RUN"
+            " the change, remove this folder, or choose another RUN"
         )
     holds = f"this run after {max(0, len(state.rows) - 1)} of its tasks"
     check_own(origin, work, holds, take_over=request.take_over, say=request.listener.say)

@@ -419,10 +419,7 @@ class _Learning:
             self.say(f"training: {decided['steps']:,} steps at the rate {decided['rate']:g}")
             train(grown, self.work / "train.yaml", run, **self.running)
         share = 1.0
-        if self.way == "most" and self.base.manifest is not None:
-            # A blend needs the model before the last surgery, and this run began after it.
-            self.say("the base is an output of surgeon and all of it trained, so the run is not blended")
-        elif self.way != "exact":
+        if self.way != "exact":
             self.say("choosing the run's share by answers to shipped instructions")
             share = share_by_answers(run, self.base.path, **self.measuring)
         if share < 1:

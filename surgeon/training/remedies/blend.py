@@ -7,7 +7,7 @@ parts add. Values are computed in float32 and rounded once; α = 1 gives the run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.work_folders import work_folder, working_in, write_durably
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.lineage import Lineage, State
+from surgeon.manifest.lineage import Lineage, State, before_training
 from surgeon.manifest.manifest import Manifest, NewTensor
 from surgeon.manifest.reading import manifest_of
 from surgeon.rework.revert import state_difference
@@ -82,7 +82,7 @@ def write_blend(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Blend:
-    """Interpolate `run` with `base`, the model that its last surgery or training began with, and write it as `dest`.
+    """Interpolate `run` with `base`, the model that its last surgery or a training began with, and write it as `dest`.
 
     Each of the base's tensors that trained, and each trained copy of one, becomes (1 − alpha) · base + alpha · run
     (WiSE-FT, Wortsman et al., 2022). In parts that were added silent, the tensors that were zero at birth are
@@ -93,7 +93,7 @@ def write_blend(
     Args:
         run: what `train` wrote.
         dest: the new folder.
-        base: the folder of the model that the run's last surgery, or training, began with.
+        base: the folder of the model that the run's last surgery, or a training since, began with.
         alpha: the run's share; 1 gives the run, 0 the base.
         alpha_top: the run's share in the highest layer; None: `alpha`.
         link: hard-link shards of the run in which nothing changes (`apply`).
@@ -111,19 +111,28 @@ def write_blend(
     folder = CheckpointFolder.open(Path(run), trust_remote_code=trust_remote_code)
     opened = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     manifest = manifest_of(folder)
-    state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(None, folder)
-    if (differs := state_difference(state, opened, listener)) is not None:
-        raise BadInput(
-            f"{folder.source.shown}: its base, {printable(state.base.id)}, has another {printable(differs)} than"
-            f" {opened.source.shown}; blend it with the model that its last surgery or training began with"
-        )
+    check_destination(target, folder.path)
 
     from surgeon.training.opening import check_as_left
     from surgeon.training.publishing import FINAL_FILE, Before, publishing_job
 
+    if (began := before_training(manifest, opened)) is not None:
+        check_as_left(opened, began, listener)
+        runs = manifest.training[len(began.training) :]
+        trained = {*_trained([name for run in runs for name in run.tensors], manifest)}
+        way: _Way = {name: name for name in folder.tensors if name in trained}
+        of_base = manifest.changed_of_base.keys() & way.keys()
+        untouched = of_base - began.changed_of_base.keys()
+    else:
+        state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(None, folder)
+        if (differs := state_difference(state, opened, listener)) is not None:
+            raise BadInput(
+                f"{folder.source.shown}: its base, {printable(state.base.id)}, has another {printable(differs)} than"
+                f" {opened.source.shown}; blend it with the model that its last surgery or a training began with"
+            )
+        way = _way_back(folder, manifest, state)
+        untouched = of_base = {name for name, was in way.items() if was and name not in manifest.new_tensors}
     top = alpha if alpha_top is None else alpha_top
-    way = _way_back(folder, manifest, state)
-    check_destination(target, folder.path)
     digests = check_as_left(folder, manifest, listener)
     work = work_folder(target, "blending")
     stopwatch = Stopwatch()
@@ -132,8 +141,6 @@ def write_blend(
             folder, opened, way, partial(_share_of, bottom=alpha, top=top, layers=len(manifest.layers)), work, listener
         )
         shares = {"alpha": alpha, "alpha_top": top}
-        new = manifest.new_tensors
-        in_base = {name: was for name, was in way.items() if was is not None and name not in new}
         job = publishing_job(
             folder,
             manifest,
@@ -142,8 +149,8 @@ def write_blend(
             final=final,
             entry={"config": {"blend": shares}, "settings": {}, "steps": 0, "tokens": 0, "losses": {}},
             added={},
-            of_base=tuple(in_base),
-            keep=Before(opened.source, {name: opened.tensors[was] for name, was in in_base.items()}),
+            of_base=[name for name in way if name in of_base],
+            keep=Before(opened.source, {name: opened.tensors[way[name] or name] for name in untouched}),
         )
         job = replace(job, link=link)
         check_output(job, folder.path, target)
@@ -168,20 +175,26 @@ def write_blend(
 _Way = Mapping[str, str | None]
 
 
+def _trained(names: Iterable[str], manifest: Manifest) -> list[str]:
+    """Return those of the tensors `names` that trained; others were fitted, as a gate is."""
+    fitted = {number for number, entry in enumerate(manifest.operations) if entry.trains == "fitted"}
+    new = manifest.new_tensors
+    return [name for name in names if name not in new or new[name].operation not in fitted]
+
+
 def _way_back(out: CheckpointFolder, manifest: Manifest, state: State) -> _Way:
     """Return the base's tensor that each trained tensor began as; None where it began as zero.
 
     Tensors of parts that were added silent, but were not zero at birth, are left out, as are fitted ones. Raises
     BadInput where nothing trained, or a part began as neither silent nor a copy of the base.
     """
-    fitted = {number for number, entry in enumerate(manifest.operations) if entry.trains == "fitted"}
     in_base = {
         lying.tensors[0]: name
         for name, lying in state.pieces.items()
         if lying.tensors and lying.tensors[0] in out.tensors and lying.is_all_of(out.tensors[lying.tensors[0]])
     }
     new = manifest.new_tensors
-    trained = [name for name in manifest.trained if name not in new or new[name].operation not in fitted]
+    trained = _trained(manifest.trained, manifest)
     if not trained:
         raise BadInput(f"{out.source.shown}: no run trained it, so there is nothing between it and its base to blend")
     back: dict[str, str | None] = {name: in_base[name] for name in trained if name in in_base and name not in new}

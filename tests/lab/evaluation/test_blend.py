@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,35 @@ def test_both_ends_are_exact(made: Path, tmp_path: Path, name: str) -> None:
     assert torch.equal(*both)
 
 
+@pytest.mark.parametrize(("begun", "what"), [("grown-out", "all"), ("grown-out", "added"), ("full", "all")])
+def test_the_model_that_the_last_run_began_with_may_be_an_output(
+    made: Path, tmp_path: Path, begun: str, what: str
+) -> None:
+    """Of an output that grew or trained before, whatever trained is between it and the run."""
+    settings: dict[str, Any] = {"steps": 2, "save_every": 100, "evaluate_every": 100}
+    folder = made / begun
+    surgeon.train(folder, config(made, what=what, keep_base=True, **settings), tmp_path / "run", device="cpu")
+    found = surgeon.write_blend(tmp_path / "run", tmp_path / "to", base=folder, alpha=0.25)
+    base, run, blended = tensors(folder), tensors(tmp_path / "run"), tensors(tmp_path / "to")
+    moved = {name for name in base if not torch.equal(base[name], run[name])}
+    assert moved and found.tensors >= len(moved) and found.scaled == 0
+    for name, value in blended.items():
+        expected = 0.75 * base[name].double() + 0.25 * run[name].double()
+        torch.testing.assert_close(value.double(), expected, rtol=2**-8, atol=1e-6)
+    surgeon.write_blend(tmp_path / "run", tmp_path / "begun", base=folder, alpha=0.0)
+    assert digests(tmp_path / "begun") == digests(folder)
+    if begun == "grown-out":
+        surgeon.revert(tmp_path / "to", tmp_path / "back", base=made / "base")
+        assert digests(tmp_path / "back") == digests(made / "base")
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    file = max(damaged.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(BadInput, match=r"damaged says, so it was changed since"):
+        surgeon.write_blend(tmp_path / "run", tmp_path / "other", base=damaged, alpha=0.5)
+
+
 def test_of_silent_parts_the_output_is_scaled(made: Path, tmp_path: Path) -> None:
     found = surgeon.write_blend(made / "grown", tmp_path / "to", base=made / "base", alpha=0.5)
     run, blended = tensors(made / "grown"), tensors(tmp_path / "to")
@@ -126,7 +156,7 @@ def test_what_has_no_way_back_is_refused(made: Path, tmp_path: Path) -> None:
     assert "no run trained it" in refusal(made / "grown-out")
     # Another base, and one that has grown where the run has not.
     for base in (made / "full", made / "grown-out"):
-        assert "blend it with the model that its last surgery or training began with" in refusal(made / "full", base)
+        assert "blend it with the model that its last surgery or a training began with" in refusal(made / "full", base)
     assert "surgery.json" in refusal(made / "base")
     surgeon.apply("solar", str(made / "base"), tmp_path / "out")
     settings: dict[str, Any] = {"steps": 1, "optimizer": {"lr": 1e-3, "warmup": 0}, "validation_sequences": 1}
