@@ -165,16 +165,9 @@ def lora_forgets_more() -> bool:
 EVIDENCE = "docs/explanation/evidence.md"
 LAYERS = ("ot", "copy", "average", "random", "llama-pro")
 SENTENCES = (
-    Sentence(
-        "README.md",
-        r"full fine-tuning learned more French than the new layers and moved the answers more\.",
-        lambda: (
-            of_demo()[FULL_KEPT][0] < of_demo()[LAYERS_KEPT][0] and of_demo()[FULL_KEPT][1] > of_demo()[LAYERS_KEPT][1]
-        ),
-    ),
     Sentence(EVIDENCE, "fused layers moved the model's answers less", fused_move_less),
-    Sentence("README.md", r"three seeds at equal French\].* favour new layers", fused_move_less),
-    Sentence("README.md", "Behind the gate, .*, every answer is the base's", lambda: of_demo()[GATE][1] == 0),
+    Sentence("README.md", r"three seeds at equal French\].* show that new layers move answers less", fused_move_less),
+    Sentence("README.md", r"Behind the gate \(.*\), every answer is the base's", lambda: of_demo()[GATE][1] == 0),
     Sentence(
         f"{OPERATIONS}/layers.md",
         r"on the 8M base the two meet over less than (\S+) nats of it",
@@ -229,7 +222,7 @@ SENTENCES = (
     ),
     Sentence(
         EVIDENCE,
-        r"Of German full fine-tuning has it: \*both\* forgets two fifths of what \*recalled\* does; of code",
+        r"On German, full fine-tuning has a \*less\*: \*both\* forgets two fifths of what \*recalled\* does",
         with_other_text,
     ),
     Sentence(
