@@ -292,9 +292,12 @@ class Draft:
             stem = self.anatomy.layer_name(index, "")
             if layer.base is None and not self.widths:
                 _check_like(stem, layer, self.kind_of(index))
+            own = {} if layer.base is None else self.anatomy.layers[layer.base]
             for suffix, recipe in layer.tensors.items():
-                operation = layer.rewritten.get(suffix, layer.operation)
-                outputs.append(Output(f"{stem}{suffix}", recipe, operation))
+                output = Output(f"{stem}{suffix}", recipe, layer.rewritten.get(suffix, layer.operation))
+                if output.operation is None and not output.is_hole:
+                    _check_kept(output, own.get(suffix))
+                outputs.append(output)
             for graft in layer.grafts:
                 for suffix, recipe in graft.tensors.items():
                     outputs.append(Output(f"{stem}{suffix}", recipe, graft.operation))
@@ -437,17 +440,19 @@ def _check_like(stem: str, layer: LayerDraft, kind: LayerKind) -> None:
             )
 
 
-def _check_stored(output: Output) -> None:
-    """Raise BadInput where a quantised tensor, which can only be moved, would be computed or computed with.
-
-    Raises it too where a recipe replaces a tensor of the base and no operation is named as its maker.
-    """
-    recipe = output.recipe
-    if output.operation is None and not output.pieces.spans and not output.is_hole:
+def _check_kept(output: Output, own: TensorInfo | None) -> None:
+    """Raise BadInput where a base layer's `own` tensor is replaced and no operation is named as the maker."""
+    if own is None or output.recipe != Copy.of(own):
         raise BadInput(
-            f"{printable(output.name)}: {type(recipe).__name__} makes it in a layer of the base, as no operation's; the"
-            " operation that brings this recipe is wrong: it must name itself in the layer's `rewritten`"
+            f"{printable(output.name)}: {type(output.recipe).__name__} makes it in a layer of the base, as no"
+            " operation's; the operation that brings this recipe is wrong: it must name itself in the layer's"
+            " `rewritten`"
         )
+
+
+def _check_stored(output: Output) -> None:
+    """Raise BadInput where a quantised tensor, which can only be moved, would be computed or computed with."""
+    recipe = output.recipe
     if output.computed:
         odd = next((each.dtype for each in _inside(recipe) if each.dtype not in FLOAT_DTYPES), None)
     else:

@@ -100,7 +100,8 @@ def _refusal(plugin: str, what: str, error: BaseException) -> BadInput:
     """Return the error that names a plugin, `what` failed, and the exception's first line."""
     line = printable((str(error).splitlines() or [""])[0], limit=300)
     return BadInput(
-        f"plugin {printable(plugin)}: {printable(what)} ({type(error).__name__}: {line}); repair or uninstall it"
+        f"plugin {printable(plugin)}: {printable(what)} ({type(error).__name__}: {line}); repair it (--debug"
+        " shows where) or uninstall it"
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from surgeon.errors import BadInput
 from surgeon.grafts.classes import WIDTH, Use, classes_of, spans_of, uses_of
 from surgeon.grafts.composition import Composition, composition_of
 
@@ -149,8 +150,8 @@ def part_of(module: str, source: str) -> Part:
             renamed = [alias.asname for alias in node.names if alias.asname]
             assert not renamed, f"{module} renames {renamed} of {sibling}, which no joined file can"
         elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
-            assert node.level == 0 and node.module, f"{module} imports `{ast.unparse(node)}`, which does not ship"
-            imports |= {(node.module, ast.unparse(alias)) for alias in node.names}
+            _check_ships(module, node)
+            imports |= {(node.module or "", ast.unparse(alias)) for alias in node.names}
         elif not (_is_docstring(node) or _only_for_types(node) or isinstance(node, ast.ImportFrom)):
             names += _defined(node)
             continue
@@ -178,6 +179,16 @@ def _sibling(module: str, node: ast.ImportFrom) -> str | None:
     if node.level == 0 and node.module and node.module.startswith(f"{_PACKAGE}."):
         return node.module
     return None
+
+
+def _check_ships(module: str, node: ast.ImportFrom) -> None:
+    """Raise BadInput for an import of the module's own package, or of surgeon's, that is none of a runtime file."""
+    package = (node.module or "").partition(".")[0]
+    if node.level or package in (_PACKAGE.partition(".")[0], module.partition(".")[0]):
+        raise BadInput(
+            f"{module}: `{ast.unparse(node)}` does not ship; a runtime file imports its siblings by `from .x import Y`,"
+            f" and surgeon's runtime files by `from {_PACKAGE}.x import Y`"
+        )
 
 
 def _is_docstring(node: ast.stmt) -> bool:

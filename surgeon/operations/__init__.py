@@ -21,7 +21,7 @@ from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.mixture_of_control import MixtureOfControl
-from surgeon.operations.operation import Legend, Operation, Origin, Paper
+from surgeon.operations.operation import Legend, Operation, Origin, Paper, TrainingDefaults
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
 
@@ -48,13 +48,15 @@ def _built_in() -> dict[str, type[Operation]]:
 def _admitted(plugin: Plugin) -> type[Operation]:
     """Return a plugin's operation.
 
-    Raises BadInput where it is no subclass of Operation, or its `op` is not the plugin's name.
+    Raises BadInput where it is no subclass of Operation, its `op` is not the plugin's name, or it has no `training`.
     """
     value = plugin.value
     if not (isinstance(value, type) and issubclass(value, Operation)):
         raise wrong_kind(plugin, GROUP, "a subclass of surgeon.operations.operation.Operation")
     if value.key("op") != plugin.name:
         raise wrong_kind(plugin, GROUP, f"called as its `op`, `{printable(value.key('op'))}`")
+    if not isinstance(getattr(value, "training", None), TrainingDefaults):
+        raise wrong_kind(plugin, GROUP, "an operation whose `training` is a TrainingDefaults")
     return value
 
 

@@ -7,6 +7,7 @@ Everything runs in processes of its own, in which the package is installed or is
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,23 @@ def test_an_operation_that_ends_python_ends_no_command_as_if_it_were_done(grown:
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"surgeon": 1, "operations": [{"op": "ends"}]}))
     told = run(COMMAND, "apply", plan, grown / "base", tmp_path / "out", site=site, expect=2)
-    assert told == "surgeon: plugin surgeon-spoilt 0.1: its code failed (SystemExit: 0); repair or uninstall it\n"
+    wanted = "surgeon: plugin surgeon-spoilt 0.1: its code failed (SystemExit: 0); repair it (--debug shows"
+    assert told == f"{wanted} where) or uninstall it\n"
+
+
+@pytest.mark.parametrize(
+    "wrong", ["from surgeon_scale.rules import", "from surgeon.common.formatting import show\nfrom .rules import"]
+)
+def test_an_import_that_an_output_could_not_make_is_refused(wrong: str, grown: Path, tmp_path: Path) -> None:
+    """An output loads where neither surgeon nor the plugin is installed."""
+    site = tmp_path / "site"
+    shutil.copytree(grown / "site", site)
+    code = site / "surgeon_scale" / "modules.py"
+    assert "from .rules import" in code.read_text()
+    code.write_text(code.read_text().replace("from .rules import", wrong))
+    told = run(COMMAND, "apply", grown / "plan.yaml", grown / "base", tmp_path / "out", site=site, expect=2)
+    assert "Traceback" not in told and "surgeon_scale.modules: `from surgeon" in told and "does not ship" in told
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -71,6 +71,18 @@ MISTAKES = {
         "draft.layers[0].tensors |= clipped",
         "Clipped makes it in a layer of the base, as no operation's",
     ),
+    "another base layer's": (
+        "clipping",
+        "draft.insert({self.after: [made]})",
+        "draft.layers[0].tensors |= {o: draft.layers[1].tensors[o] for o in ('self_attn.o_proj.weight',)}",
+        r"model\.layers\.0\.self_attn\.o_proj\.weight: Copy makes it in a layer of the base, as no operation's",
+    ),
+    "no training": (
+        "clipping",
+        "    training: ClassVar",
+        "    learning: ClassVar",
+        "must be an operation whose `training`",
+    ),
 }
 
 
