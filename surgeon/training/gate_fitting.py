@@ -41,11 +41,10 @@ from surgeon.training.negatives import NAMES, Negatives, kinds_of_text
 from surgeon.training.run import Run
 from surgeon.training.saved.checkpoints import RunRecord
 
-# Files of a work folder: the fitted tensors, and the gate's figures. They are used again only while their digest is the
-# one that the run's record has under the key.
+# Files of a work folder: the fitted tensors, and the gate's figures. They are used again only while their digests are
+# those that the run's record has.
 GATE_FILE = "gate.safetensors"
 FIGURES_FILE = "gate.json"
-_KEY = "gate"
 # Tokens of each domain that are read (fewer where layers must run to compute their states), and how many numbers of
 # these states are in memory at a time.
 _TOKENS, _TOKENS_THROUGH_LAYERS = 2**20, 2**18
@@ -122,7 +121,7 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in dtypes}
     mixture, work, say = run.data.mixture, run.work, run.say
     record = RunRecord.read(work)
-    if record is not None and record.has_kept(_KEY, work, GATE_FILE, FIGURES_FILE):
+    if record is not None and record.has_kept(work, GATE_FILE, FIGURES_FILE):
         _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
         return
     before = model.training
@@ -148,7 +147,7 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
         safetensors.torch.save_file(fitted, work / GATE_FILE)
         write_durably(work / FIGURES_FILE, json.dumps(vars(figures)))
         if record is not None:
-            record.keep(_KEY, work, GATE_FILE, FIGURES_FILE)
+            record.keep(work, GATE_FILE, FIGURES_FILE)
 
 
 def _fitted(

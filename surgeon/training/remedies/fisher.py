@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from surgeon.training.losses.cross_entropy import FusedHead
 
-# A file of the work folder; it is used again only while its digest is the one that the run's record has under the key.
-FISHER_FILE, _KEY = "fisher.safetensors", "fisher"
+# A file of the work folder; it is used again only while its digest is the one that the run's record has.
+FISHER_FILE = "fisher.safetensors"
 
 
 class Fisher(Remedy):
@@ -150,7 +150,7 @@ def fisher_of(model: Any, run: Run, sequences: int, fused: FusedHead | None) -> 
     ranks, work = run.ranks, run.work
     kept: dict[str, Tensor] | None = None
     record = RunRecord.read(work)
-    if ranks.leads and record is not None and record.has_kept(_KEY, work, FISHER_FILE):
+    if ranks.leads and record is not None and record.has_kept(work, FISHER_FILE):
         kept = safetensors.torch.load_file(work / FISHER_FILE)
     if ranks.leads:
         ranks.send(kept is not None)
@@ -163,7 +163,7 @@ def fisher_of(model: Any, run: Run, sequences: int, fused: FusedHead | None) -> 
         assert record is not None
         (work / FISHER_FILE).unlink(missing_ok=True)
         safetensors.torch.save_file(whole, work / FISHER_FILE)
-        record.keep(_KEY, work, FISHER_FILE)
+        record.keep(work, FISHER_FILE)
     return found
 
 
