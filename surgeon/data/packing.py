@@ -47,13 +47,18 @@ class PackedSequence:
     domain: int
     alone: bool = False
 
+    @property
+    def teaches(self) -> bool:
+        """Whether it has a label that counts (the first token's never does)."""
+        return any(label != IGNORED_LABEL for label in self.labels[1:])
+
 
 class Packer:
     """A packer that cuts a run of documents into sequences of `length` tokens.
 
     A document that does not fit continues in the next sequence. `isolated`: positions begin at 0 with every document,
     which lets attention keep documents apart, and the first token of a document is not predicted from the document
-    before. `joined`: documents follow each other as one text.
+    before. `joined`: documents follow each other as one text. `sequence` is the one that is not full yet.
     """
 
     def __init__(self, length: int, packing: Packing, domain: int, *, alone: bool = False) -> None:
@@ -61,46 +66,41 @@ class Packer:
         self.packing = packing
         self.domain = domain
         self.alone = alone
-        self._clear()
+        self.sequence = PackedSequence([], [], [], domain, alone)
 
     def another(self) -> Packer:
         """Return an empty packer of the same kind."""
         return Packer(self.length, self.packing, self.domain, alone=self.alone)
 
-    def _clear(self) -> None:
-        """Begin a new empty sequence."""
-        self.ids: list[int] = []
-        self.labels: list[int] = []
-        self.positions: list[int] = []
-
     @property
     def room(self) -> int:
         """The number of tokens that the current sequence can still take."""
-        return self.length - len(self.ids)
+        return self.length - len(self.sequence.ids)
 
     def add(self, encoded: Encoded, begin: int) -> int:
         """Add a document's tokens from token `begin` on, as many as fit; return how many."""
         ids, counted = (part[begin : begin + self.room] for part in encoded)
         labels = [token if count else IGNORED_LABEL for token, count in zip(ids, counted, strict=True)]
+        first = len(self.sequence.ids)
         if self.packing == "isolated" and labels:
-            labels[0] = IGNORED_LABEL
-            self.positions.extend(range(len(ids)))
-        else:
-            self.positions.extend(range(len(self.ids), len(self.ids) + len(ids)))
-        self.ids.extend(ids)
-        self.labels.extend(labels)
+            first, labels[0] = 0, IGNORED_LABEL
+        self.sequence.positions.extend(range(first, first + len(ids)))
+        self.sequence.ids.extend(ids)
+        self.sequence.labels.extend(labels)
         return len(ids)
+
+    def filled(self, encoded: Encoded) -> Iterator[PackedSequence]:
+        """Add a whole document; yield the sequences that it fills."""
+        used = 0
+        while used < len(encoded[0]):
+            used += self.add(encoded, used)
+            if not self.room:
+                yield self.take()
 
     def take(self) -> PackedSequence:
         """Return the current sequence and begin the next one."""
-        taken = PackedSequence(self.ids, self.labels, self.positions, self.domain, self.alone)
-        self._clear()
+        taken, self.sequence = self.sequence, PackedSequence([], [], [], self.domain, self.alone)
         return taken
-
-    @property
-    def teaches(self) -> bool:
-        """Whether the current sequence has a label that counts (the first token's never does)."""
-        return any(label != IGNORED_LABEL for label in self.labels[1:])
 
 
 _T = TypeVar("_T")
@@ -201,12 +201,12 @@ class SourceStream(Stream[PackedSequence]):
                 self.used = 0
                 passes += self._step()
             if not packer.room:
-                teaches, sequence = packer.teaches, packer.take()
+                sequence = packer.take()
                 if packer is self.packer:
                     self._waiting.clear()
-                if teaches:
+                if sequence.teaches:
                     return sequence
-            if passes > 1 and not self.packer.teaches:
+            if passes > 1 and not self.packer.sequence.teaches:
                 raise BadInput(f"source {printable(self.name)}: the loss counts none of its tokens; look at its texts")
 
     def amount(self) -> int:
@@ -372,17 +372,12 @@ def held_out(
     """Return at most `most` full sequences from the documents `numbers`, in order; if none is full, a shorter one."""
     found: list[PackedSequence] = []
     for number in numbers:
-        encoded = encoder.encode(documents.read(int(number)))
-        used = 0
-        while used < len(encoded[0]):
-            used += packer.add(encoded, used)
-            if not packer.room:
-                teaches, full = packer.teaches, packer.take()
-                if teaches:
-                    found.append(full)
-                if len(found) == most:
-                    return found
-    if not found and packer.teaches:
+        for full in packer.filled(encoder.encode(documents.read(int(number)))):
+            if full.teaches:
+                found.append(full)
+            if len(found) == most:
+                return found
+    if not found and packer.sequence.teaches:
         found.append(packer.take())
     return found
 

@@ -234,7 +234,7 @@ def _as_turns(sequences: Sequence[PackedSequence], turns: Turns) -> list[PackedS
                 if packer.room < len(ids):
                     found.append(packer.take())
                 packer.add((ids, [*[False] * (len(ids) - 1), True]), 0)
-    return [*found, packer.take()] if packer.ids else found
+    return [*found, packer.take()] if packer.sequence.ids else found
 
 
 def _gate_of(model: Any) -> tuple[Any, nn.Module]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.common.distributed import Ranks
+from surgeon.common.distributed import Ranks, summed
 from surgeon.common.library import first_line
 from surgeon.data.documents import Corpus
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, Packer, SourceStream, batch_of, held_out
@@ -159,14 +159,7 @@ class NextTokens(Objective):
         """
         # Batches are on the host still; what is moved to a device and read back would wait for the step before.
         counts = [_counts(batch) for batch in batches]
-        together = [sum(each) for each in zip(*counts, strict=True)]
-        if Ranks.of_environment().size > 1:
-            import torch
-
-            summed = torch.tensor(together, dtype=torch.int64, device=device)
-            torch.distributed.all_reduce(summed)
-            together = summed.tolist()
-        labels, *wholes = together
+        labels, *wholes = summed(np.sum(counts, axis=0), Ranks.of_environment().size, device).tolist()
         return [
             {
                 name: own / whole / (own_labels / labels)
