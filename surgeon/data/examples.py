@@ -113,7 +113,7 @@ class ExampleStream(Stream[Example]):
 
     def __post_init__(self) -> None:
         """Look at each label. Raises BadInput for an unknown one, and for a pair that the tokenizer cannot join."""
-        documents = (_labelled(self.documents, int(number)) for number in self.numbers)
+        documents = (labelled(self.documents, int(number)) for number in self.numbers)
         self.labels = Counter(self.encoder.number_of(document, self.name) for document in documents)
 
     def next(self) -> Example:
@@ -135,10 +135,10 @@ class ExampleStream(Stream[Example]):
 
 def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: str) -> Example:
     """Make an example of one document of the source `name`. Raises BadInput as `ExampleEncoder.encode` does."""
-    return encoder.encode(_labelled(documents, number), name)
+    return encoder.encode(labelled(documents, number), name)
 
 
-def _labelled(documents: Corpus, number: int) -> Labelled:
+def labelled(documents: Corpus, number: int) -> Labelled:
     """Return document `number` of a source of labelled texts."""
     document = documents.read(number)
     assert isinstance(document, Labelled)

@@ -154,14 +154,14 @@ def _by_token(
     # Logits of a large vocabulary take most of the time where few tokens count, as in a chat.
     columns = counts.any(dim=0).nonzero().flatten()
     logits = _logits(model, given, columns)
-    if beside is not None:
-        found = _apart(logits, _logits(beside, given, columns))
-    else:
-        found = _nats(logits, expected[:, columns])
-    losses, right = (torch.zeros(counts.shape, dtype=each.dtype, device=device) for each in found)
-    for whole, part in zip((losses, right), found, strict=True):
-        whole[:, columns] = part
-    return _array(losses), _array(right), _array(counts)
+    others = expected[:, columns] if beside is None else _logits(beside, given, columns)
+    losses = torch.zeros(counts.shape, dtype=torch.float64, device=device)
+    right = torch.zeros_like(counts)
+    # One sequence at a time, because float32 logits of a large vocabulary take the most memory.
+    for number, (row, other) in enumerate(zip(logits, others, strict=True)):
+        found = _nats(row, other) if beside is None else _apart(row, other)
+        losses[number, columns], right[number, columns] = found
+    return losses.cpu().numpy(), right.cpu().numpy(), counts.cpu().numpy()
 
 
 def _logits(model: Any, given: Mapping[str, Tensor], columns: Tensor) -> Tensor:
@@ -176,37 +176,21 @@ def _logits(model: Any, given: Mapping[str, Tensor], columns: Tensor) -> Tensor:
 
 
 def _nats(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of each expected token, and whether it was guessed right.
-
-    One sequence at a time, because float32 logits of a large vocabulary take the most memory.
-    """
-    losses: list[Tensor] = []
-    right: list[Tensor] = []
-    for row, labels in zip(logits, expected, strict=True):
-        losses.append(F.cross_entropy(row.float(), labels, ignore_index=IGNORED_LABEL, reduction="none"))
-        right.append(row.argmax(dim=-1) == labels)
-    return torch.stack(losses).double(), torch.stack(right)
+    """Return the cross-entropy of each expected token of a sequence, and whether it was guessed right."""
+    losses = F.cross_entropy(logits.float(), expected, ignore_index=IGNORED_LABEL, reduction="none")
+    return losses.double(), logits.argmax(dim=-1) == expected
 
 
 def _apart(logits: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(others ‖ logits) of each token, and whether both models guess alike.
+    """Return KL(others ‖ logits) of each token of a sequence, and whether both models guess alike.
 
     Only the tokens in both vocabularies count.
     """
     words = min(logits.shape[-1], others.shape[-1])
-    apart: list[Tensor] = []
-    same: list[Tensor] = []
-    for row, other in zip(logits[..., :words], others[..., :words], strict=True):
-        q, p = F.log_softmax(row.float(), dim=-1), F.log_softmax(other.float(), dim=-1)
-        apart.append(F.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1))
-        same.append(row.argmax(dim=-1) == other.argmax(dim=-1))
-    return torch.stack(apart).double(), torch.stack(same)
-
-
-def _array(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as a numpy array."""
-    array: NDArray[Any] = tensor.cpu().numpy()
-    return array
+    logits, others = logits[..., :words], others[..., :words]
+    q, p = F.log_softmax(logits.float(), dim=-1), F.log_softmax(others.float(), dim=-1)
+    apart = F.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1)
+    return apart.double(), logits.argmax(dim=-1) == others.argmax(dim=-1)
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     Raises:
         BadInput: the gate cannot separate the two domains.
     """
-    tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in dtypes}
+    tensors = {name: model.get_buffer(name) for name in dtypes}
     mixture, work, say = run.data.mixture, run.work, run.say
     record = RunRecord.read(work)
     if record is not None and record.has_kept(work, GATE_FILE, FIGURES_FILE):
@@ -429,8 +429,7 @@ class _Scored:
         """
         if gate.spec.reads != "cusum":
             return float(self.open(gate)[0].double().mean())
-        on = [at_work.held(at_work.states(gate, each)[..., 2] > 0, None) for each, at_work, *_ in self.parts]
-        return float(torch.cat([each.flatten() for each in on]).double().mean())
+        return float(torch.cat([each.flatten() for each in self._opened(gate)]).double().mean())
 
     def scores(self, gate: Any) -> Tensor:
         """Return for every token the number that the gate compares with its threshold."""
@@ -444,12 +443,15 @@ class _Scored:
     def opens_after(self, gate: Any) -> int | None:
         """Return the median length of prefixes at which the gate opens first in a document; None: it opens in none."""
         found = []
-        for evidence, at_work, lengths, _ in self.parts:
-            opened = at_work.held(at_work.states(gate, evidence)[..., 2] > 0, None).cpu()
+        for opened, (*_, lengths, _counts) in zip(self._opened(gate), self.parts, strict=True):
             before = F.pad(opened[:, :-1], (1, 0)) & (lengths > 1)
             found.append(lengths[opened & ~before])
         every = torch.cat(found)
         return int(every.median()) if len(every) else None
+
+    def _opened(self, gate: Any) -> list[Tensor]:
+        """Return for each part where the gate is open, or was open earlier in the document, B T on the CPU."""
+        return [at_work.held(at_work.states(gate, each)[..., 2] > 0, None).cpu() for each, at_work, *_ in self.parts]
 
     def turn_threshold(self, gate: Any) -> float:
         """Return the lowest threshold, in nats, that opens at most `false_positives` of turns; −∞: any does.

@@ -121,9 +121,9 @@ def _in_fast_dtype(out: CheckpointFolder, loaded: LoadedConfig, device: str) -> 
     return replace(loaded, config=loaded.config.model_copy(update={"dtype": "float32"})), [note]
 
 
-def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig) -> None:
-    """Raise BadInput where `prepare` would reject what the config trains, or its remedies, whatever the texts are."""
-    case = _case(out, manifest, loaded, out.path, "cpu")
+def check_training(out: Checkpoint, config: LoadedConfig) -> None:
+    """Raise BadInput where `train` would reject what the config trains, or its remedies, whatever the texts are."""
+    case = _case(out.folder, out.manifest, config, out.path, "cpu")
     _check_trainable(case)
     for kind in REMEDIES:
         kind.of(case)

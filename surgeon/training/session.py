@@ -126,7 +126,7 @@ def _train(run: Run) -> Trained:
     history = _steps(trainer, run, checkpoint, done)
     published = _published_step(run, history, first)
     last = {name: value for entry in history if entry["step"] <= published for name, value in entry.items()}
-    seconds = time.perf_counter() - begun - trainer.aside
+    seconds = time.perf_counter() - begun - sum(trainer.aside.seconds.values())
     a_step = run.objective.step_units(settings)
     tokens, made = settings.steps * a_step, (settings.steps - done) * a_step
     if not run.objective.packs:

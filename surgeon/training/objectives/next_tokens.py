@@ -114,7 +114,6 @@ class NextTokens(Objective):
                 micro_batch=settings.micro_batch,
                 packing=config.packing,
                 ids=ids,
-                device=run.device,
             )
         except torch.OutOfMemoryError:
             raise

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging as transformers_logging
 
 from surgeon.common.distributed import is_sharded
+from surgeon.common.listener import Stopwatch
 from surgeon.data.packing import ALONE, NUMBERS, Batches
 from surgeon.errors import Diverged
 from surgeon.training.losses.cross_entropy import FusedHead
@@ -96,8 +96,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.parameters = parameters
         self.batches = batches
         self.fused = fused
-        # Seconds spent on evaluations and checkpoints.
-        self.aside = 0.0
+        # Counts the time of evaluations and checkpoints, which is not time of steps.
+        self.aside = Stopwatch()
         # The sum of the losses of a step's micro-batches.
         self._total = torch.zeros((), device=args.device)
         if not run.objective.packs:
@@ -197,7 +197,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure and log the figures of every source's held-out sequences, as `eval_NAME_loss` and the like."""
-        with self._aside():
+        with self.aside.stage("evaluations"):
             found = self.figures()
         metrics = {f"eval_{name}_{key}": value for name, figures in found.items() for key, value in figures.items()}
         self.log(dict(metrics))
@@ -248,19 +248,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         source = self.run.loaded.config.keep_best
         return None if source is None else best_step(self.state.log_history, source)
 
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Add the time spent within the context to `aside`, as it is not time of steps."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.aside += time.perf_counter() - begun
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint of this step; the first process adds the data's state and its digests."""
         step = self.state.global_step
-        with self._aside():
+        with self.aside.stage("checkpoints"):
             super()._save_checkpoint(model, trial)
             if self.args.world_size > 1:
                 torch.distributed.barrier()
