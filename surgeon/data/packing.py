@@ -235,7 +235,7 @@ class SourceStream(Stream[PackedSequence]):
             for draw in self.order(epoch):
                 number, begin, end = self._part(draw)
                 if begin < end:
-                    share = (end - begin) / len(self._kept[number][0])
+                    share = (end - begin) / len(self._encoded(number)[0])
                     yield end - begin, share * self.documents.rows.sizes[number]
 
     def state(self) -> list[int]:
@@ -255,22 +255,21 @@ class SourceStream(Stream[PackedSequence]):
         if group != self._group:
             self._kept.clear()
             self._group = group
-        count = self._count(number)
+        count = len(self._encoded(number)[0])
         windows = -(-count // self.packer.length)
         begin, end = (windows * nth // parts * self.packer.length for nth in (which, which + 1))
         return number, begin, min(end, count)
 
-    def _count(self, number: int) -> int:
-        """Return the number of a document's tokens, which are kept."""
+    def _encoded(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return a document's tokens, and which of them count; both are kept."""
         if number not in self._kept:
             ids, counted = self.encoder.encode(self.documents.read(number))
             self._kept[number] = np.array(ids, dtype=np.int32), np.array(counted, dtype=np.bool_)
-        return len(self._kept[number][0])
+        return self._kept[number]
 
     def _tokens(self, number: int, begin: int, end: int | None) -> Encoded:
         """Return a document's tokens from `begin` to `end` (exclusive; None: its end), and which of them count."""
-        self._count(number)
-        ids, counted = self._kept[number]
+        ids, counted = self._encoded(number)
         return ids[begin:end].tolist(), counted[begin:end].tolist()
 
 

@@ -58,8 +58,7 @@ def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
             pieces.append((window, np.full(end - begin, place)))
     if not counted_tokens:
         raise BadInput(f"source {printable(source.name)}: none of its tokens counts; its documents are too short")
-    pieces.sort(key=lambda piece: -len(piece[0].ids))
-    return Windows([sequence for sequence, _ in pieces], [units for _, units in pieces], nbytes, cut)
+    return Windows.of(pieces, nbytes, cut)
 
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:

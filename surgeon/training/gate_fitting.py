@@ -103,7 +103,7 @@ class GateFigures:
     turns: dict[str, float]
 
 
-def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Sequence[Document]) -> None:
+def fit_gate(model: Any, run: Run, dtypes: Mapping[str, torch.dtype], recalled: Sequence[Document]) -> None:
     """Fit the gate of `model` and measure it, or load the values that an earlier call left in the work folder.
 
     The threshold is chosen on many independent texts, because a gate that opens by mistake stays open to the end of its
@@ -112,17 +112,17 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     Args:
         model: the model, whose gate is fitted in place.
         run: the run; the gate is fitted on its sources and measured on their held-out text.
-        dtypes: the stored dtype of each of the gate's tensors, by its name in the model; values are rounded to it.
+        dtypes: the stored dtype of each of the gate's tensors, by its name in the gate; values are rounded to it.
         recalled: documents that the base wrote; they count as original text.
 
     Raises:
         BadInput: the gate cannot separate the two domains.
     """
-    tensors = {name: model.get_buffer(name) for name in dtypes}
+    gate, _ = _gate_of(model)
     mixture, work, say = run.data.mixture, run.work, run.say
     record = RunRecord.read(work)
     if record is not None and record.has_kept(work, GATE_FILE, FIGURES_FILE):
-        _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
+        _take(gate, safetensors.torch.load_file(work / GATE_FILE))
         return
     before = model.training
     model.to(run.device).eval()
@@ -133,16 +133,16 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     drawn = {name: draw(max(1, _HELD_TOKENS // held_length), held_length) for name, draw in run.data.held.items()}
     negatives = Negatives.beside(mixture.streams, length, held_length, recalled, run.loaded.config.keep_for_gate)
     _tell(negatives, say)
-    turns = Turns.of(mixture.streams[0].encoder) if _gate_of(model)[0].spec.turns else None
-    figures = _fitted(model, run, negatives, drawn, dtypes, tensors, turns)
+    turns = Turns.of(mixture.streams[0].encoder) if gate.spec.turns else None
+    figures = _fitted(model, run, negatives, drawn, dtypes, turns)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # All processes take the first one's values.
-        for tensor in tensors.values():
-            torch.distributed.broadcast(tensor, 0)
+        for name in dtypes:
+            torch.distributed.broadcast(getattr(gate, name), 0)
     model.train(before)
     _judge(figures, say)
     if run.ranks.leads:
-        fitted = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        fitted = {name: getattr(gate, name).cpu().contiguous() for name in dtypes}
         (work / GATE_FILE).unlink(missing_ok=True)
         safetensors.torch.save_file(fitted, work / GATE_FILE)
         write_durably(work / FIGURES_FILE, json.dumps(vars(figures)))
@@ -156,42 +156,37 @@ def _fitted(
     negatives: Negatives,
     held: Mapping[str, Sequence[PackedSequence]],
     dtypes: Mapping[str, torch.dtype],
-    tensors: dict[str, Tensor],
     turns: Turns | None,
 ) -> GateFigures:
     """Fit the classifier on the run's text, choose the threshold on held-out text, and return the gate's figures.
 
     Args:
-        model: the model.
+        model: the model, whose gate's tensors are overwritten.
         run: the run, whose sources are the text to fit on.
         negatives: more original sources, both to fit on and to choose the threshold by.
         held: held-out sequences of every source.
-        dtypes: the stored dtypes of the gate's tensors, by their names in the model.
-        tensors: the gate's tensors, by the same names; they are overwritten.
+        dtypes: the stored dtypes of the gate's tensors, by their names in the gate.
         turns: how turns of a user are found in chats; None: they are not read.
     """
     gate, layer = _gate_of(model)
     tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
     fitted = _classifier(gate, _parts(model, layer, run.data.mixture, negatives.fitted, tokens), run.loaded.config.seed)
     fitted |= {"turns": torch.zeros(3, 2, 3) if turns is None else _digits(turns), "turn_threshold": torch.zeros(1)}
-    owner = next(name for name in dtypes if name.endswith(".threshold")).removesuffix("threshold")
-    threshold, turn_threshold = f"{owner}threshold", f"{owner}turn_threshold"
     cut = {name: _as_turns(each, turns) for name, each in {**held, **negatives.held}.items() if turns is not None}
 
     def judged(against: float, least: float) -> GateFigures:
         """Subtract `against` nats from each token's evidence, set a threshold of at least `least` nats, and measure."""
         values = fitted | {"offset": fitted["offset"] - against}
-        rounded = {name: values[name.rpartition(".")[2]].to(dtype) for name, dtype in dtypes.items()}
-        _take(tensors, rounded)
+        rounded = {name: values[name].to(dtype) for name, dtype in dtypes.items()}
+        _take(gate, rounded)
         original, new = _scored_by_domain(model, layer, {**held, **negatives.held})
-        rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold], least)
+        rounded["threshold"] = _threshold(gate, list(original.values()), dtypes["threshold"], least)
         asked = _scored_by_domain(model, layer, cut)
         if turns is not None:
             lowest = max(each.turn_threshold(gate) for each in asked[0].values())
-            rounded[turn_threshold] = _above(
-                torch.tensor([max(lowest, min(least, _TURN_OPENS), 0.0)]), dtypes[turn_threshold]
-            )
-        _take(tensors, rounded)
+            turn = torch.tensor([max(lowest, min(least, _TURN_OPENS), 0.0)])
+            rounded["turn_threshold"] = _above(turn, dtypes["turn_threshold"])
+        _take(gate, rounded)
         return _figures(gate, original, new, asked[0] | asked[1])
 
     if gate.spec.reads != "cusum":
@@ -243,10 +238,11 @@ def _gate_of(model: Any) -> tuple[Any, nn.Module]:
     return layer.domain_gate, layer
 
 
-def _take(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Overwrite the gate's `tensors` with the `values` of the same names, on their devices and in their dtypes."""
-    for name, tensor in tensors.items():
-        tensor.data = values[name].to(tensor.device, tensor.dtype)
+def _take(gate: Any, values: Mapping[str, Tensor]) -> None:
+    """Overwrite the gate's tensors with the `values` of the same names, on their devices and in their dtypes."""
+    for name, value in values.items():
+        tensor = getattr(gate, name)
+        tensor.data = value.to(tensor.device, tensor.dtype)
 
 
 def _tell(negatives: Negatives, say: Callable[[str], None]) -> None:

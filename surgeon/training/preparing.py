@@ -25,7 +25,6 @@ from surgeon.data.sources import check_source, is_chat
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.manifest.checkpoint import Checkpoint
 from surgeon.manifest.manifest import Manifest
-from surgeon.manifest.trainable import TrainableSet
 from surgeon.models.templates import no_template, template_of
 from surgeon.training.backends import missing_for_attention, missing_for_tracker
 from surgeon.training.config.loading import LoadedConfig
@@ -80,8 +79,11 @@ def prepare(
     if prompts is not None:
         _tried(functools.partial(encode_prompts, prompts.prompts, Checkpoint(str(out.path), out)), wrong)
     sharding = processes > 1 and loaded.config.sharding == "fsdp"
-    if sharding:
-        _tried(lambda: _check_fixed(case.wanted), wrong)
+    if sharding and case.wanted.fixed:
+        wrong.append(
+            f"{printable(min(case.wanted.fixed))}: a part of it trains, which is not done with sharded weights; leave"
+            " `sharding` out, or name operations in `what` that add tensors of their own"
+        )
     context = context_of(out.config)
     settled_for = functools.partial(settle, loaded, case.wanted.operations, context=context, processes=processes)
     settled = _tried(settled_for, wrong)
@@ -195,15 +197,6 @@ def _are_same(one: Path, other: Path) -> bool:
     if one.is_file() and other.is_file():
         return filecmp.cmp(one, other, shallow=False)
     return one.is_dir() and other.is_dir() and one.samefile(other)
-
-
-def _check_fixed(wanted: TrainableSet) -> None:
-    """Raise BadInput where tensors train in part, which would be sharded."""
-    if wanted.fixed:
-        raise BadInput(
-            f"{printable(min(wanted.fixed))}: a part of it trains, which is not done with sharded weights; leave"
-            " `sharding` out, or name operations in `what` that add tensors of their own"
-        )
 
 
 def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:
