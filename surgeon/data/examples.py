@@ -88,7 +88,8 @@ class ExampleEncoder:
         """Raise BadInput where the tokenizer puts no separator between two texts: no model could tell them apart."""
         if self._joins is None:
             ids, types = self.tokenizer.example(_FIRST, _SECOND, 2**16)
-            special = set(self.tokenizer.all_special_ids) - set(self._alone(_FIRST)) - set(self._alone(_SECOND))
+            alone = {token for text in (_FIRST, _SECOND) for token in self.tokenizer.ids(text, special=False)}
+            special = set(self.tokenizer.all_special_ids) - alone
             words = [place for place, token in enumerate(ids) if token not in special]
             between = words and any(ids[place] in special for place in range(words[0], words[-1]))
             self._joins = bool(between) or (self.types and len(set(types)) > 1)
@@ -98,10 +99,6 @@ class ExampleEncoder:
                 f" {printable(str(self.tokenizer.folder))} puts nothing between two texts; join them yourself in"
                 " `text`, or use a base whose tokenizer takes pairs"
             )
-
-    def _alone(self, text: str) -> list[int]:
-        """Return the token ids of a text without special tokens."""
-        return self.tokenizer.ids(text, special=False)
 
 
 @dataclass(eq=False)

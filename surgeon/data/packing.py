@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.common.distributed import Ranks
 from surgeon.data.documents import Corpus
 from surgeon.errors import BadInput, printable
 
@@ -321,30 +322,31 @@ class Mixture(Generic[_T]):
             stream.restore(state["sources"][stream.name])
 
 
-@dataclass(eq=False)
-class Batches(Generic[_T]):
-    """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences, made by `make`.
+def batches(
+    mixture: Mixture[_T],
+    make: Callable[[Sequence[_T]], dict[str, Tensor]],
+    *,
+    micro_batch: int,
+    ranks: Ranks,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield a process's micro-batches, without end: its part of every `micro_batch` · `ranks.size` sequences.
 
     The key NUMBERS of a batch contains its sequences' numbers among all sequences that the mixture gave. Nothing is
     prefetched, so after a step the mixture's position is exactly behind that step's sequences.
+
+    Args:
+        mixture: gives the sequences.
+        make: makes a batch of sequences.
+        micro_batch: sequences of a batch.
+        ranks: this process and the others.
     """
+    import torch
 
-    mixture: Mixture[_T]
-    micro_batch: int
-    process: int
-    processes: int
-    make: Callable[[Sequence[_T]], dict[str, Tensor]]
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield this process's batches, without end."""
-        import torch
-
-        while True:
-            begin = self.process * self.micro_batch
-            first = sum(self.mixture.taken) + begin
-            taken = [self.mixture.next() for _ in range(self.micro_batch * self.processes)]
-            batch = self.make(taken[begin : begin + self.micro_batch])
-            yield batch | {NUMBERS: torch.arange(first, first + self.micro_batch)}
+    begin = ranks.rank * micro_batch
+    while True:
+        first = sum(mixture.taken) + begin
+        taken = [mixture.next() for _ in range(micro_batch * ranks.size)]
+        yield make(taken[begin : begin + micro_batch]) | {NUMBERS: torch.arange(first, first + micro_batch)}
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:

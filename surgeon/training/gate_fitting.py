@@ -135,7 +135,7 @@ def fit_gate(model: Any, run: Run, dtypes: Mapping[str, torch.dtype], recalled: 
     _tell(negatives, say)
     turns = Turns.of(mixture.streams[0].encoder) if gate.spec.turns else None
     figures = _fitted(model, run, negatives, drawn, dtypes, turns)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if run.ranks.size > 1:
         # All processes take the first one's values.
         for name in dtypes:
             torch.distributed.broadcast(getattr(gate, name), 0)
@@ -172,14 +172,15 @@ def _fitted(
     tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
     fitted = _classifier(gate, _parts(model, layer, run.data.mixture, negatives.fitted, tokens), run.loaded.config.seed)
     fitted |= {"turns": torch.zeros(3, 2, 3) if turns is None else _digits(turns), "turn_threshold": torch.zeros(1)}
-    cut = {name: _as_turns(each, turns) for name, each in {**held, **negatives.held}.items() if turns is not None}
+    every = {**held, **negatives.held}
+    cut = {name: _as_turns(each, turns) for name, each in every.items() if turns is not None}
 
     def judged(against: float, least: float) -> GateFigures:
         """Subtract `against` nats from each token's evidence, set a threshold of at least `least` nats, and measure."""
         values = fitted | {"offset": fitted["offset"] - against}
         rounded = {name: values[name].to(dtype) for name, dtype in dtypes.items()}
         _take(gate, rounded)
-        original, new = _scored_by_domain(model, layer, {**held, **negatives.held})
+        original, new = _scored_by_domain(model, layer, every)
         rounded["threshold"] = _threshold(gate, list(original.values()), dtypes["threshold"], least)
         asked = _scored_by_domain(model, layer, cut)
         if turns is not None:

@@ -85,29 +85,27 @@ def prepare(
             " `sharding` out, or name operations in `what` that add tensors of their own"
         )
     context = context_of(out.config)
-    settled_for = functools.partial(settle, loaded, case.wanted.operations, context=context, processes=processes)
-    settled = _tried(settled_for, wrong)
+    settled = _tried(lambda: settle(loaded, case.wanted.operations, context=context, processes=processes), wrong)
     remedies = _remedies(case, wrong)
     if wrong or settled is None:
         raise bad_input(wrong)
     settings, about_settings = settled
-    counts = loaded.config.counts_text
     notes = [
         *about_dtype,
         *trained_too(loaded),
         *case.target.notes(),
         *_about_base(case),
         *(note for each in remedies for note in each.notes()),
+        # Without `steps` they are about numbers that are settled once the text is counted, or the speed measured.
+        *(() if loaded.config.steps is None else about_settings),
     ]
     return Prepared(
         **vars(case),
         settings=settings,
-        notes=notes if counts else [*notes, *about_settings],
+        notes=notes,
         sharding=sharding,
         remedies=remedies,
-        settled_for=settled_for if counts else None,
         prompts=prompts,
-        context=context,
     )
 
 

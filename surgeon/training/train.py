@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from surgeon.anatomy.limits import context_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count, listed, size, windows
@@ -159,7 +160,7 @@ def _in_minutes(prepared: Prepared, trust_remote_code: bool, listener: Listener)
             seconds=trial.seconds_a_step,
             batch=batch,
             length=length,
-            context=prepared.context,
+            context=context_of(prepared.out.config),
             packs=prepared.objective.packs,
         )
         measured = budget.is_near(batch, length)

@@ -172,8 +172,7 @@ class NextTokens(Objective):
         """Return the mean cross-entropy of the labels that count (`data.scoring.score_sequences`)."""
         from surgeon.data.scoring import score_sequences
 
-        micro_batch, ranks = run.settings.micro_batch, run.ranks
-        found = score_sequences(model, held, micro_batch=micro_batch, process=ranks.rank, processes=ranks.size)
+        found = score_sequences(model, held, micro_batch=run.settings.micro_batch, ranks=run.ranks)
         return {"loss": found.loss}
 
 

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,14 +163,9 @@ def complete(checkpoint: Path, step: int, best: int | None = None) -> None:
     The checkpoint of the step `best` is not removed.
     """
     work, names = checkpoint.parent, [path.name for path in checkpoint.iterdir()]
-    with ThreadPoolExecutor(1, thread_name_prefix="flush") as flusher:
-        # Hashing needs the processor and flushing the disk, so both run at the same time.
-        flushed = [flusher.submit(sync, checkpoint / name) for name in names]
-        digests = _digests(checkpoint, names)
-        for each in flushed:
-            each.result()
-    sync(checkpoint)
-    sync(work)
+    for path in (*(checkpoint / name for name in names), checkpoint, work):
+        sync(path)
+    digests = _digests(checkpoint, names)
     record = RunRecord.read(work)
     assert record is not None
     record.checkpoints[str(step)] = digests

@@ -25,8 +25,9 @@ from transformers.utils import logging as transformers_logging
 
 from surgeon.common.distributed import is_sharded
 from surgeon.common.listener import Stopwatch
-from surgeon.data.packing import ALONE, NUMBERS, Batches
+from surgeon.data.packing import ALONE, NUMBERS
 from surgeon.errors import Diverged
+from surgeon.training.loading import batches_of
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.processes.sharding import dealt_out, gathered, let_go
 from surgeon.training.run import Run
@@ -71,7 +72,6 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         *,
         run: Run,
         parameters: TrainedParameters,
-        batches: Batches[Any],
         callbacks: Sequence[TrainerCallback],
         fused: FusedHead | None,
     ) -> None:
@@ -82,7 +82,6 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             args: the arguments of transformers' Trainer.
             run: the run: its numbers, its texts and its remedies.
             parameters: the parameters that train, and others that are published.
-            batches: the micro-batches of this process.
             callbacks: callbacks for transformers' Trainer.
             fused: the head that computes the loss without logits; None: the model itself computes it.
         """
@@ -94,7 +93,6 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.control: Any
         self.run = run
         self.parameters = parameters
-        self.batches = batches
         self.fused = fused
         # Counts the time of evaluations and checkpoints, which is not time of steps.
         self.aside = Stopwatch()
@@ -107,7 +105,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     def get_train_dataloader(self) -> Any:
         """Return the batches; none is fetched before the step that trains on it."""
-        return self.batches
+        return batches_of(self.run)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make AdamW, unless it exists, and check that it has exactly the parameters that train: the last such check.
@@ -257,7 +255,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                 torch.distributed.barrier()
             if self.args.should_save:
                 folder = Path(self.args.output_dir) / f"checkpoint-{step}"
-                (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
+                (folder / DATA_FILE).write_text(json.dumps(self.run.data.mixture.state()), encoding="utf-8")
                 complete(folder, step, self._best_step())
 
 
