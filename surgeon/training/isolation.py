@@ -116,7 +116,7 @@ def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: S
         evaluation = None
         if hasattr(model, "surgery") or builds_no_mask(model):
             # Evaluation runs other code than training.
-            evaluation = packed.changed(model, packed.kept, training=False)
+            evaluation = packed.change(sure, _states(model, packed.batch(1), training=False), packed.kept)
         leaking = joined.changed(model, packed.preceded)
         tolerance = min(_ROUNDING.get(model.dtype, _ROUNDING[torch.float32]), _OF_A_LEAK * leaking)
         without = None
@@ -176,12 +176,16 @@ class _Documents:
         return batch_of([packer.take()])
 
     def changed(self, model: Any, chosen: Tensor, *, training: bool = True) -> float:
-        """Run both variants, and return the relative change of the states of the tokens `chosen`.
+        """Run both variants, and return how much the states of the tokens `chosen` change between them."""
+        first, second = (_states(model, self.batch(variant), training=training) for variant in (0, 1))
+        return self.change(first, second, chosen)
+
+    def change(self, first: Tensor, second: Tensor, chosen: Tensor) -> float:
+        """Return the relative change between two states (B T D) at the tokens `chosen`.
 
         It is the largest median, over the tokens of a document or over the tokens at one place in all documents. A leak
         changes a whole document, or the beginning of all; rounding may send a single token to another expert.
         """
-        first, second = (_states(model, self.batch(variant), training=training) for variant in (0, 1))
         here = chosen.to(first.device)
         changes = relative(first[here], second[here])
         if not bool(changes.any()):

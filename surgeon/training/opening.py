@@ -48,7 +48,7 @@ def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str,
     trackers = open_trackers(loaded.config.report_to, to=prepared.to, config=str(loaded.source))
     data = open_data(prepared, say, imagined or {})
     notes = prepared.notes
-    if loaded.config.steps is None:
+    if loaded.config.counts_text:
         steps, context = steps_of(data, prepared, say), context_of(prepared.out.config)
         operations = prepared.wanted.operations
         settings, more = settle(loaded, operations, context=context, processes=ranks.size, steps=steps)

@@ -96,8 +96,7 @@ def prepare(
         *case.target.notes(),
         *_about_base(case),
         *(note for each in remedies for note in each.notes()),
-        # Without `steps` they are about numbers that are settled once the text is counted, or the speed measured.
-        *(() if loaded.config.steps is None else about_settings),
+        *(() if loaded.config.counts_text else about_settings),
     ]
     return Prepared(
         **vars(case),

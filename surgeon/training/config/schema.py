@@ -399,6 +399,11 @@ class TrainConfig(Entry):
         return self
 
     @property
+    def counts_text(self) -> bool:
+        """Return whether the number of steps is known only after counting the text or measuring the speed."""
+        return self.steps is None
+
+    @property
     def classifies(self) -> bool:
         """Return whether the run trains a classification head on texts with labels, and no language model."""
         return any(source.kind == "labels" for source in self.sources)
