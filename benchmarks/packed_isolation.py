@@ -343,9 +343,9 @@ def first_layer(model: Any, ids: Sequence[int], tolerance: float) -> str:
     """The first layer whose output other documents change by more than rounding, in the probe's own two runs."""
     import torch
 
-    from surgeon.training.isolation import _Documents, _Runs
+    from surgeon.training.isolation import _Documents, _states
 
-    packed, runs, outputs = _Documents(24, 2, "isolated", torch.tensor(ids)), _Runs(model, "cpu"), []
+    packed, outputs = _Documents(24, 2, "isolated", torch.tensor(ids)), []
     layers = [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules or ())]
 
     def keep(_layer: Any, _given: Any, made: Any) -> None:
@@ -354,7 +354,7 @@ def first_layer(model: Any, ids: Sequence[int], tolerance: float) -> str:
 
     handles = [layer.register_forward_hook(keep) for layer in layers]
     for variant in (0, 1):
-        runs.states(packed.batch(variant))
+        _states(model, packed.batch(variant), training=True)
     for handle in handles:
         handle.remove()
     for number, pair in enumerate(zip(outputs[: len(layers)], outputs[len(layers) :], strict=True)):
@@ -390,7 +390,7 @@ def decoders() -> str:
             for ours in (False, True):
                 if ours:
                     (run_in_one_row if builds_no_mask(model) else give_masks_positions)(model)
-                found.append(probe(model, length=24, micro_batch=2, packing="isolated", ids=ids, device="cpu"))
+                found.append(probe(model, length=24, micro_batch=2, packing="isolated", ids=ids))
         except Exception as error:  # what does not run here is listed
             no_model.append(
                 f"{name} ({str(error).strip().splitlines()[0][:60] if str(error) else type(error).__name__})"

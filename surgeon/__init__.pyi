@@ -87,10 +87,10 @@ from surgeon.training.config.schema import RunSettings as RunSettings
 from surgeon.training.config.schema import TeacherSpec as TeacherSpec
 from surgeon.training.config.schema import TrainConfig as TrainConfig
 from surgeon.training.config.settings import settle as settle
+from surgeon.training.preparing import check_training as check_training
 from surgeon.training.publishing import Trained as Trained
 from surgeon.training.remedies.blend import Blend as Blend
 from surgeon.training.remedies.blend import write_blend as write_blend
-from surgeon.training.train import check_training as check_training
 from surgeon.training.train import discard_run as discard_run
 from surgeon.training.train import rehearse as rehearse
 from surgeon.training.train import train as train

@@ -17,14 +17,16 @@ _INSTEAD_OF_WORDS = ("tool_calls", "reasoning_content", "thinking")
 # Keys of a message's speaker and text, in the formats of OpenAI, ShareGPT and Gemini.
 _ROLES, _CONTENTS = ("role", "from"), ("content", "value", "parts")
 _CALLS = "function_call"
-# Speaker names in exported chats, mapped to the roles that templates know.
-_SPEAKERS = (
-    dict.fromkeys(("human", "user", "prompter"), "user")
-    | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "assistant", "ai", _CALLS), ASSISTANT)
-    | dict.fromkeys(("system",), "system")
-    | dict.fromkeys(("tool", "function", "observation", "function_response"), "tool")
-    | {"developer": "developer", "ipython": "ipython"}
-)
+# The roles that templates know, each with the names of its speaker in exported chats.
+_NAMES_BY_ROLE = {
+    "user": "human user prompter",
+    ASSISTANT: f"gpt chatgpt bing bard model bot assistant ai {_CALLS}",
+    "system": "system",
+    "tool": "tool function observation function_response",
+    "developer": "developer",
+    "ipython": "ipython",
+}
+_SPEAKERS = {name: role for role, names in _NAMES_BY_ROLE.items() for name in names.split()}
 # The deepest nesting of data passed to templates; JSON schemas of real tools have about a dozen levels.
 _DEPTH = 100
 

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from surgeon.checkpoint.source import open_regular, resolved
 from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, parsed, text_lines
+from surgeon.common.files import read_given
 from surgeon.common.library import first_line
 from surgeon.data.json_list import entries_of
-from surgeon.data.layouts import Document, columns_of, document_of, said_in
+from surgeon.data.layouts import Document, bytes_of, columns_of, document_of
 from surgeon.data.parquet import ParquetFiles
 from surgeon.data.rows import Row, Rows
 from surgeon.data.specs import RowsSpec
@@ -89,6 +90,7 @@ class Documents:
         rows.
         """
         self.path = path
+        self.shown = str(path)
         self.rows = rows
         self.files = text_files(path)
         plain = next((file for file in self.files if format_of(file) == ".txt"), None)
@@ -109,11 +111,6 @@ class Documents:
     def begin(cls, path: Path, spec: RowsSpec) -> Documents:
         """Read the first rows of each file. Raises BadInput for faults in them, as reading the whole file would."""
         return cls(path, Rows(spec), most=_FIRST_ROWS)
-
-    @property
-    def shown(self) -> str:
-        """The name in error messages."""
-        return str(self.path)
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -250,16 +247,10 @@ class Repeated:
 
     def __init__(self, documents: Sequence[Document], count: int, *, shown: str) -> None:
         self.rows = Rows(RowsSpec())
-        sizes = [sum(len(text.encode()) for text in said_in(document)) for document in documents]
-        self.rows.sizes.extend(itertools.islice(itertools.cycle(sizes), count))
+        self.rows.sizes.extend(itertools.islice(itertools.cycle(map(bytes_of, documents)), count))
+        self.shown = shown
         self._documents = list(documents)
         self._count = count
-        self._shown = shown
-
-    @property
-    def shown(self) -> str:
-        """The name in error messages."""
-        return self._shown
 
     def __len__(self) -> int:
         """Return the simulated number of documents."""
@@ -271,7 +262,7 @@ class Repeated:
 
     def where(self, _number: int) -> str:
         """Return the place of a document, for errors: the name of the text that the model writes."""
-        return self._shown
+        return self.shown
 
     def identity(self) -> list[Any]:
         """Raise NotImplementedError: a run is never resumed on a sample, so it needs no identity."""
@@ -301,6 +292,14 @@ def _plain(content: bytes, where: str) -> str:
         raise BadInput(
             f"{printable(where)}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8"
         ) from None
+
+
+def given_lines(path: Path, *, what: str, most: int) -> list[str]:
+    """Return the lines of a text file of at most `most` bytes. Errors (BadInput) call it `what`."""
+    try:
+        return read_given(path, what=what, most=most).decode(_UTF8).splitlines()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{printable(str(path))}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
 
 
 def format_of(file: Path) -> str:

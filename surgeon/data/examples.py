@@ -88,7 +88,8 @@ class ExampleEncoder:
         """Raise BadInput where the tokenizer puts no separator between two texts: no model could tell them apart."""
         if self._joins is None:
             ids, types = self.tokenizer.example(_FIRST, _SECOND, 2**16)
-            special = set(self.tokenizer.all_special_ids) - set(self._alone(_FIRST)) - set(self._alone(_SECOND))
+            alone = {token for text in (_FIRST, _SECOND) for token in self.tokenizer.ids(text, special=False)}
+            special = set(self.tokenizer.all_special_ids) - alone
             words = [place for place, token in enumerate(ids) if token not in special]
             between = words and any(ids[place] in special for place in range(words[0], words[-1]))
             self._joins = bool(between) or (self.types and len(set(types)) > 1)
@@ -98,10 +99,6 @@ class ExampleEncoder:
                 f" {printable(str(self.tokenizer.folder))} puts nothing between two texts; join them yourself in"
                 " `text`, or use a base whose tokenizer takes pairs"
             )
-
-    def _alone(self, text: str) -> list[int]:
-        """Return the token ids of a text without special tokens."""
-        return self.tokenizer.ids(text, special=False)
 
 
 @dataclass(eq=False)
@@ -113,7 +110,7 @@ class ExampleStream(Stream[Example]):
 
     def __post_init__(self) -> None:
         """Look at each label. Raises BadInput for an unknown one, and for a pair that the tokenizer cannot join."""
-        documents = (_labelled(self.documents, int(number)) for number in self.numbers)
+        documents = (labelled(self.documents, int(number)) for number in self.numbers)
         self.labels = Counter(self.encoder.number_of(document, self.name) for document in documents)
 
     def next(self) -> Example:
@@ -135,10 +132,10 @@ class ExampleStream(Stream[Example]):
 
 def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: str) -> Example:
     """Make an example of one document of the source `name`. Raises BadInput as `ExampleEncoder.encode` does."""
-    return encoder.encode(_labelled(documents, number), name)
+    return encoder.encode(labelled(documents, number), name)
 
 
-def _labelled(documents: Corpus, number: int) -> Labelled:
+def labelled(documents: Corpus, number: int) -> Labelled:
     """Return document `number` of a source of labelled texts."""
     document = documents.read(number)
     assert isinstance(document, Labelled)

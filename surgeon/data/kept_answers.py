@@ -22,12 +22,12 @@ from rich.console import RenderableType
 from surgeon._version import __version__
 from surgeon.common import devices
 from surgeon.common.cache import cache_folder, digest_of, read_entry, write_entry
-from surgeon.common.files import read_given
 from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.places import meant
 from surgeon.common.tables import FittedTable
 from surgeon.data.answers import Answer, EncodedPrompts, answer, encode_prompts
+from surgeon.data.documents import given_lines
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence
 from surgeon.data.scored import divergence
 from surgeon.data.scores import Ratio, Scores, Windows, ratio
@@ -187,19 +187,12 @@ def read_prompts(given: str | Path) -> Prompts:
         BadInput: The file cannot be read, a line is wrong, or there is no prompt.
     """
     ours = SHIPPED_PROMPTS.get(str(given))
-    if ours is not None:
-        content, shown = (files("surgeon.data") / ours).read_bytes(), str(given)
-    else:
-        path = Path(meant(str(given)))
-        content, shown = read_given(path, what="prompts", most=_MOST_BYTES), printable(str(path))
-    try:
-        lines = content.decode("utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{shown}: not UTF-8 text (byte {error.start}); save it in that encoding") from None
-    as_rows = ours is not None or str(given).endswith(".jsonl")
+    path = Path(meant(str(given)) if ours is None else str(files("surgeon.data") / ours))
+    shown = printable(str(path)) if ours is None else str(given)
+    as_rows = path.name.endswith(".jsonl")
     found = [
         _row(line, f"{shown}, line {number}") if as_rows else (line.strip(), ())
-        for number, line in enumerate(lines, 1)
+        for number, line in enumerate(given_lines(path, what="prompts", most=_MOST_BYTES), 1)
         if line.strip()
     ]
     if not found:
@@ -353,9 +346,8 @@ def _windows(encoded: EncodedPrompts, answers: Sequence[Answer], counted: Sequen
         ids = [*prompt, *written]
         labels = [IGNORED_LABEL] * len(prompt) + written
         pieces.append((PackedSequence(ids, labels, list(range(len(ids))), 0), np.full(len(ids), place)))
-    pieces.sort(key=lambda piece: -len(piece[0].ids))
     nbytes = np.array([len(answers[number].text.encode()) for number in counted], dtype=np.int64)
-    return Windows([piece for piece, _ in pieces], [units for _, units in pieces], nbytes, 0)
+    return Windows.of(pieces, nbytes)
 
 
 def _answers(

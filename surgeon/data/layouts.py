@@ -66,6 +66,11 @@ def said_in(document: Document) -> list[str]:
     return [document if isinstance(document, str) else document.text]
 
 
+def bytes_of(document: Document) -> int:
+    """Return the UTF-8 bytes of a document's texts."""
+    return sum(len(text.encode()) for text in said_in(document))
+
+
 @dataclass(frozen=True)
 class Layout:
     """The keys that contain a document, keys that may accompany them, and a function that reads the document."""

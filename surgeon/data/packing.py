@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.common.distributed import Ranks
 from surgeon.data.documents import Corpus
 from surgeon.errors import BadInput, printable
 
@@ -47,13 +48,18 @@ class PackedSequence:
     domain: int
     alone: bool = False
 
+    @property
+    def teaches(self) -> bool:
+        """Whether it has a label that counts (the first token's never does)."""
+        return any(label != IGNORED_LABEL for label in self.labels[1:])
+
 
 class Packer:
     """A packer that cuts a run of documents into sequences of `length` tokens.
 
     A document that does not fit continues in the next sequence. `isolated`: positions begin at 0 with every document,
     which lets attention keep documents apart, and the first token of a document is not predicted from the document
-    before. `joined`: documents follow each other as one text.
+    before. `joined`: documents follow each other as one text. `sequence` is the one that is not full yet.
     """
 
     def __init__(self, length: int, packing: Packing, domain: int, *, alone: bool = False) -> None:
@@ -61,46 +67,41 @@ class Packer:
         self.packing = packing
         self.domain = domain
         self.alone = alone
-        self._clear()
+        self.sequence = PackedSequence([], [], [], domain, alone)
 
     def another(self) -> Packer:
         """Return an empty packer of the same kind."""
         return Packer(self.length, self.packing, self.domain, alone=self.alone)
 
-    def _clear(self) -> None:
-        """Begin a new empty sequence."""
-        self.ids: list[int] = []
-        self.labels: list[int] = []
-        self.positions: list[int] = []
-
     @property
     def room(self) -> int:
         """The number of tokens that the current sequence can still take."""
-        return self.length - len(self.ids)
+        return self.length - len(self.sequence.ids)
 
     def add(self, encoded: Encoded, begin: int) -> int:
         """Add a document's tokens from token `begin` on, as many as fit; return how many."""
         ids, counted = (part[begin : begin + self.room] for part in encoded)
         labels = [token if count else IGNORED_LABEL for token, count in zip(ids, counted, strict=True)]
+        first = len(self.sequence.ids)
         if self.packing == "isolated" and labels:
-            labels[0] = IGNORED_LABEL
-            self.positions.extend(range(len(ids)))
-        else:
-            self.positions.extend(range(len(self.ids), len(self.ids) + len(ids)))
-        self.ids.extend(ids)
-        self.labels.extend(labels)
+            first, labels[0] = 0, IGNORED_LABEL
+        self.sequence.positions.extend(range(first, first + len(ids)))
+        self.sequence.ids.extend(ids)
+        self.sequence.labels.extend(labels)
         return len(ids)
+
+    def filled(self, encoded: Encoded) -> Iterator[PackedSequence]:
+        """Add a whole document; yield the sequences that it fills."""
+        used = 0
+        while used < len(encoded[0]):
+            used += self.add(encoded, used)
+            if not self.room:
+                yield self.take()
 
     def take(self) -> PackedSequence:
         """Return the current sequence and begin the next one."""
-        taken = PackedSequence(self.ids, self.labels, self.positions, self.domain, self.alone)
-        self._clear()
+        taken, self.sequence = self.sequence, PackedSequence([], [], [], self.domain, self.alone)
         return taken
-
-    @property
-    def teaches(self) -> bool:
-        """Whether the current sequence has a label that counts (the first token's never does)."""
-        return any(label != IGNORED_LABEL for label in self.labels[1:])
 
 
 _T = TypeVar("_T")
@@ -201,12 +202,12 @@ class SourceStream(Stream[PackedSequence]):
                 self.used = 0
                 passes += self._step()
             if not packer.room:
-                teaches, sequence = packer.teaches, packer.take()
+                sequence = packer.take()
                 if packer is self.packer:
                     self._waiting.clear()
-                if teaches:
+                if sequence.teaches:
                     return sequence
-            if passes > 1 and not self.packer.teaches:
+            if passes > 1 and not self.packer.sequence.teaches:
                 raise BadInput(f"source {printable(self.name)}: the loss counts none of its tokens; look at its texts")
 
     def amount(self) -> int:
@@ -235,7 +236,7 @@ class SourceStream(Stream[PackedSequence]):
             for draw in self.order(epoch):
                 number, begin, end = self._part(draw)
                 if begin < end:
-                    share = (end - begin) / len(self._kept[number][0])
+                    share = (end - begin) / len(self._encoded(number)[0])
                     yield end - begin, share * self.documents.rows.sizes[number]
 
     def state(self) -> list[int]:
@@ -255,22 +256,21 @@ class SourceStream(Stream[PackedSequence]):
         if group != self._group:
             self._kept.clear()
             self._group = group
-        count = self._count(number)
+        count = len(self._encoded(number)[0])
         windows = -(-count // self.packer.length)
         begin, end = (windows * nth // parts * self.packer.length for nth in (which, which + 1))
         return number, begin, min(end, count)
 
-    def _count(self, number: int) -> int:
-        """Return the number of a document's tokens, which are kept."""
+    def _encoded(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return a document's tokens, and which of them count; both are kept."""
         if number not in self._kept:
             ids, counted = self.encoder.encode(self.documents.read(number))
             self._kept[number] = np.array(ids, dtype=np.int32), np.array(counted, dtype=np.bool_)
-        return len(self._kept[number][0])
+        return self._kept[number]
 
     def _tokens(self, number: int, begin: int, end: int | None) -> Encoded:
         """Return a document's tokens from `begin` to `end` (exclusive; None: its end), and which of them count."""
-        self._count(number)
-        ids, counted = self._kept[number]
+        ids, counted = self._encoded(number)
         return ids[begin:end].tolist(), counted[begin:end].tolist()
 
 
@@ -322,30 +322,31 @@ class Mixture(Generic[_T]):
             stream.restore(state["sources"][stream.name])
 
 
-@dataclass(eq=False)
-class Batches(Generic[_T]):
-    """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences, made by `make`.
+def batches(
+    mixture: Mixture[_T],
+    make: Callable[[Sequence[_T]], dict[str, Tensor]],
+    *,
+    micro_batch: int,
+    ranks: Ranks,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield a process's micro-batches, without end: its part of every `micro_batch` · `ranks.size` sequences.
 
     The key NUMBERS of a batch contains its sequences' numbers among all sequences that the mixture gave. Nothing is
     prefetched, so after a step the mixture's position is exactly behind that step's sequences.
+
+    Args:
+        mixture: gives the sequences.
+        make: makes a batch of sequences.
+        micro_batch: sequences of a batch.
+        ranks: this process and the others.
     """
+    import torch
 
-    mixture: Mixture[_T]
-    micro_batch: int
-    process: int
-    processes: int
-    make: Callable[[Sequence[_T]], dict[str, Tensor]]
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield this process's batches, without end."""
-        import torch
-
-        while True:
-            begin = self.process * self.micro_batch
-            first = sum(self.mixture.taken) + begin
-            taken = [self.mixture.next() for _ in range(self.micro_batch * self.processes)]
-            batch = self.make(taken[begin : begin + self.micro_batch])
-            yield batch | {NUMBERS: torch.arange(first, first + self.micro_batch)}
+    begin = ranks.rank * micro_batch
+    while True:
+        first = sum(mixture.taken) + begin
+        taken = [mixture.next() for _ in range(micro_batch * ranks.size)]
+        yield make(taken[begin : begin + micro_batch]) | {NUMBERS: torch.arange(first, first + micro_batch)}
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:
@@ -372,17 +373,12 @@ def held_out(
     """Return at most `most` full sequences from the documents `numbers`, in order; if none is full, a shorter one."""
     found: list[PackedSequence] = []
     for number in numbers:
-        encoded = encoder.encode(documents.read(int(number)))
-        used = 0
-        while used < len(encoded[0]):
-            used += packer.add(encoded, used)
-            if not packer.room:
-                teaches, full = packer.teaches, packer.take()
-                if teaches:
-                    found.append(full)
-                if len(found) == most:
-                    return found
-    if not found and packer.teaches:
+        for full in packer.filled(encoder.encode(documents.read(int(number)))):
+            if full.teaches:
+                found.append(full)
+            if len(found) == most:
+                return found
+    if not found and packer.sequence.teaches:
         found.append(packer.take())
     return found
 

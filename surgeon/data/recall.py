@@ -31,9 +31,9 @@ from surgeon.anatomy.limits import context_of
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.common import devices
+from surgeon.common.cache import digest_of
 from surgeon.common.checked_yaml import check_given
 from surgeon.common.disk_space import writing
-from surgeon.common.files import read_given
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
@@ -42,6 +42,7 @@ from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import read_own, sync, working_in, write_durably
+from surgeon.data.documents import given_lines
 from surgeon.data.layouts import Document, document_of
 from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge, record_of
 from surgeon.data.specs import GenerateSpec, RowsSpec
@@ -227,10 +228,10 @@ def recalled(
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
     found = digests_of(folder, folder.tensors, listener.advance)
     tensors = {name: [info.dtype, list(info.shape), found[name]] for name, info in folder.tensors.items()}
-    digest = _sha256({"config": folder.config, "tensors": tensors})
+    digest = digest_of({"config": folder.config, "tensors": tensors})
     # A longer text begins with the shorter one, so it is the same recall.
     asked = {name: value for name, value in settings.items() if name != "tokens"}
-    fingerprint = _sha256({"version": __version__, "digest": digest, "settings": asked})
+    fingerprint = digest_of({"version": __version__, "digest": digest, "settings": asked})
     made = Recalled(target, shown, digest, settings, Counts(), "", 0, 0.0, None)
     if there:
         made = _there(made, beside)
@@ -384,7 +385,7 @@ def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
         if settings[name] is None:
             settings[name] = of_chats if chats else 1.0
     if prompts not in (BEGIN, TEMPLATE):
-        settings["prompts_sha256"] = _sha256(beginnings(prompts))
+        settings["prompts_sha256"] = digest_of(beginnings(prompts))
     return settings
 
 
@@ -393,15 +394,11 @@ def beginnings(path: str) -> list[str]:
 
     Raises BadInput where the file cannot be read, or has no prompt.
     """
-    content = read_given(Path(meant(path)), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{printable(path)}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    lines = [line for line in text.splitlines() if line.strip()]
+    given = given_lines(Path(meant(path)), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
+    lines = [line for line in given if line.strip()]
     if not lines:
         raise BadInput(f"{printable(path)}: no beginnings; write one a line")
-    for whole in (text, lines[0]):
+    for whole in ("\n".join(lines), lines[0]):
         with suppress(ValueError, RecursionError):
             if isinstance(json.loads(whole), dict | list):
                 return [_prompt_in(line, path) for line in lines]
@@ -495,11 +492,6 @@ def _written(made: Recalled, text: TextSoFar, writer: Writer, device: str, liste
         seconds=spent,
         tokens_per_second=sampled / spent if sampled else None,
     )
-
-
-def _sha256(data: Any) -> str:
-    """Return the hex sha256 of JSON data with sorted keys."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def recalled_view(made: Recalled) -> RenderableType:

@@ -92,12 +92,13 @@ class TextSoFar:
     `digest` is a running sha256 of the text. `seen` are the keys of its documents, by which duplicates are found.
     """
 
-    def __init__(self, path: Path, fingerprint: str, counts: Counts, digest: Any) -> None:
+    def __init__(self, path: Path, fingerprint: str, counts: Counts, written: bytes) -> None:
+        """Store the counts of the text `written` so far."""
         self.path = path
         self.fingerprint = fingerprint
         self.counts = counts
-        self.digest = digest
-        self.seen: set[bytes] = set()
+        self.digest = hashlib.sha256(written)
+        self.seen = {_key(line) for line in written.splitlines()}
 
     @classmethod
     def open(
@@ -144,13 +145,11 @@ class TextSoFar:
             # The call that moved it was interrupted before, or the one that ended it was interrupted behind.
             return cls._begun(path, fingerprint, shorter)
         written = (read_own(path) or b"")[: record["bytes"]]
-        digest = hashlib.sha256(written)
-        if digest.hexdigest() != record["sha256"]:
+        if hashlib.sha256(written).hexdigest() != record["sha256"]:
             raise _damaged(path, "it is not what was written")
-        part = cls(path, fingerprint, counts, digest)
+        part = cls(path, fingerprint, counts, written)
         with path.open("ab") as open_file:
             open_file.truncate(len(written))
-        part.seen = {_key(line) for line in written.splitlines()}
         if not found.here:
             part.save(b"")
         return part
@@ -160,8 +159,7 @@ class TextSoFar:
         """Return an empty text, or `shorter` moved to `path`, and record it."""
         written = b"" if shorter is None else read_own(shorter[0]) or b""
         counts = Counts() if shorter is None else shorter[1]
-        part = cls(path, fingerprint, counts, hashlib.sha256(written))
-        part.seen = {_key(line) for line in written.splitlines()}
+        part = cls(path, fingerprint, counts, written)
         # Written before any text: if the disk became full in between, text without a record would belong to no run.
         part._record(len(written))
         if shorter is not None:
@@ -171,7 +169,7 @@ class TextSoFar:
     @classmethod
     def in_memory(cls) -> TextSoFar:
         """Return an empty text that `keep` can count into, without any file."""
-        return cls(Path(), "", Counts(), hashlib.sha256())
+        return cls(Path(), "", Counts(), b"")
 
     def keep(self, document: Written) -> bytes:
         """Count a document; return its line, which says whether it was cut, or nothing where it is filtered."""

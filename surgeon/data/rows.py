@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.data.chats import Chat
-from surgeon.data.layouts import CutText, Document, said_in
+from surgeon.data.layouts import CutText, Document, bytes_of, said_in
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, bad_input, printable
 
@@ -94,7 +94,7 @@ class Rows:
                 continue
             self.blank += not has_words
             if has_words:
-                self.sizes.append(sum(len(text.encode()) for text in said_in(document)))
+                self.sizes.append(bytes_of(document))
                 yield place
         few = 2 * wrong <= total
         if wrong and not (leave_out and few):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,14 @@ class Windows:
     units: list[NDArray[np.int64]]
     nbytes: NDArray[np.int64]
     cut: int
+
+    @classmethod
+    def of(
+        cls, pieces: Sequence[tuple[PackedSequence, NDArray[np.int64]]], nbytes: NDArray[np.int64], cut: int = 0
+    ) -> Self:
+        """Return the windows of a text from sequences in any order, each with its tokens' units."""
+        ordered = sorted(pieces, key=lambda piece: -len(piece[0].ids))
+        return cls([sequence for sequence, _ in ordered], [units for _, units in ordered], nbytes, cut)
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surgeon.common.distributed import is_sharded, summed
+from surgeon.common.distributed import Ranks, is_sharded, summed
 from surgeon.data.chats import Chat
 from surgeon.data.encoding import Encoder
 from surgeon.data.examples import Example, batch_of_examples
@@ -33,6 +33,7 @@ from surgeon.models.load import running
 
 # Most bytes of one batch's logits.
 _LOGITS_BYTES = 2**30
+_ONE_PROCESS = Ranks()
 
 
 def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
@@ -58,8 +59,7 @@ def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
             pieces.append((window, np.full(end - begin, place)))
     if not counted_tokens:
         raise BadInput(f"source {printable(source.name)}: none of its tokens counts; its documents are too short")
-    pieces.sort(key=lambda piece: -len(piece[0].ids))
-    return Windows([sequence for sequence, _ in pieces], [units for _, units in pieces], nbytes, cut)
+    return Windows.of(pieces, nbytes, cut)
 
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
@@ -91,8 +91,7 @@ def score_sequences(
     units: Sequence[NDArray[np.int64]] | None = None,
     unit_count: int = 0,
     beside: nn.Module | None = None,
-    process: int = 0,
-    processes: int = 1,
+    ranks: Ranks = _ONE_PROCESS,
     advance: Callable[[int], None] = lambda _sequences: None,
 ) -> Scores:
     """Run `model`, in eval mode, over `sequences`: `micro_batch` of the longest at a time, more of shorter ones.
@@ -102,8 +101,8 @@ def score_sequences(
     `unit_count` units; None:
     every sequence is a unit. Cross-entropy is computed for the labels other than IGNORED_LABEL, in float32 over the
     model's logits, summed in float64, without auxiliary losses. With a model `beside`, KL(beside ‖ model) replaces
-    cross-entropy, and a guess is right where both models guess the same token. With `processes`, each process runs its
-    share and all return the same scores. `advance` receives the number of sequences just completed.
+    cross-entropy, and a guess is right where both models guess the same token. Of several processes (`ranks`), each
+    runs its share and all return the same scores. `advance` receives the number of sequences just completed.
     """
     sums = np.zeros((3, len(sequences) if units is None else unit_count))
     training = model.training
@@ -112,8 +111,8 @@ def score_sequences(
     device, lengths = weight.device, [len(sequence.ids) for sequence in sequences]
     vocabulary = int(getattr(model.config, "vocab_size", 1))
     most = _LOGITS_BYTES // max(1, max(lengths, default=1) * vocabulary * weight.element_size())
-    for whole in _batches(lengths, max(1, min(micro_batch, most)), processes):
-        mine = whole[process::processes]
+    for whole in _batches(lengths, max(1, min(micro_batch, most)), ranks.size):
+        mine = whole[ranks.rank :: ranks.size]
         if mine:
             losses, right, counted = _by_token(model, [sequences[number] for number in mine], device, beside)
             for row, number in enumerate(mine):
@@ -126,7 +125,7 @@ def score_sequences(
             _by_token(model, [sequences[whole[0]]], device)
         advance(len(whole))
     # A unit's sequences may belong to several processes, so its sums are added over processes.
-    sums = summed(sums, processes, device)
+    sums = summed(sums, ranks.size, device)
     model.train(training)
     return Scores(sums[0], sums[1].astype(np.int64), sums[2].astype(np.int64))
 
@@ -154,14 +153,14 @@ def _by_token(
     # Logits of a large vocabulary take most of the time where few tokens count, as in a chat.
     columns = counts.any(dim=0).nonzero().flatten()
     logits = _logits(model, given, columns)
-    if beside is not None:
-        found = _apart(logits, _logits(beside, given, columns))
-    else:
-        found = _nats(logits, expected[:, columns])
-    losses, right = (torch.zeros(counts.shape, dtype=each.dtype, device=device) for each in found)
-    for whole, part in zip((losses, right), found, strict=True):
-        whole[:, columns] = part
-    return _array(losses), _array(right), _array(counts)
+    others = expected[:, columns] if beside is None else _logits(beside, given, columns)
+    losses = torch.zeros(counts.shape, dtype=torch.float64, device=device)
+    right = torch.zeros_like(counts)
+    # One sequence at a time, because float32 logits of a large vocabulary take the most memory.
+    for number, (row, other) in enumerate(zip(logits, others, strict=True)):
+        found = _nats(row, other) if beside is None else _apart(row, other)
+        losses[number, columns], right[number, columns] = found
+    return losses.cpu().numpy(), right.cpu().numpy(), counts.cpu().numpy()
 
 
 def _logits(model: Any, given: Mapping[str, Tensor], columns: Tensor) -> Tensor:
@@ -176,37 +175,21 @@ def _logits(model: Any, given: Mapping[str, Tensor], columns: Tensor) -> Tensor:
 
 
 def _nats(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of each expected token, and whether it was guessed right.
-
-    One sequence at a time, because float32 logits of a large vocabulary take the most memory.
-    """
-    losses: list[Tensor] = []
-    right: list[Tensor] = []
-    for row, labels in zip(logits, expected, strict=True):
-        losses.append(F.cross_entropy(row.float(), labels, ignore_index=IGNORED_LABEL, reduction="none"))
-        right.append(row.argmax(dim=-1) == labels)
-    return torch.stack(losses).double(), torch.stack(right)
+    """Return the cross-entropy of each expected token of a sequence, and whether it was guessed right."""
+    losses = F.cross_entropy(logits.float(), expected, ignore_index=IGNORED_LABEL, reduction="none")
+    return losses.double(), logits.argmax(dim=-1) == expected
 
 
 def _apart(logits: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(others ‖ logits) of each token, and whether both models guess alike.
+    """Return KL(others ‖ logits) of each token of a sequence, and whether both models guess alike.
 
     Only the tokens in both vocabularies count.
     """
     words = min(logits.shape[-1], others.shape[-1])
-    apart: list[Tensor] = []
-    same: list[Tensor] = []
-    for row, other in zip(logits[..., :words], others[..., :words], strict=True):
-        q, p = F.log_softmax(row.float(), dim=-1), F.log_softmax(other.float(), dim=-1)
-        apart.append(F.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1))
-        same.append(row.argmax(dim=-1) == other.argmax(dim=-1))
-    return torch.stack(apart).double(), torch.stack(same)
-
-
-def _array(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as a numpy array."""
-    array: NDArray[Any] = tensor.cpu().numpy()
-    return array
+    logits, others = logits[..., :words], others[..., :words]
+    q, p = F.log_softmax(logits.float(), dim=-1), F.log_softmax(others.float(), dim=-1)
+    apart = F.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1)
+    return apart.double(), logits.argmax(dim=-1) == others.argmax(dim=-1)
 
 
 @torch.no_grad()
@@ -216,42 +199,34 @@ def judge_examples(
     *,
     micro_batch: int,
     pad: int,
-    process: int = 0,
-    processes: int = 1,
+    ranks: Ranks = _ONE_PROCESS,
     advance: Callable[[int], None] = lambda _examples: None,
 ) -> Judged:
     """Run `model`, in eval mode, over `examples`, `micro_batch` of similar length at a time.
 
     Returns the results in the examples' order. Cross-entropy is in float32 over the model's logits, without auxiliary
-    losses. Shorter examples are padded with the token id `pad`. With `processes`, each process runs its share and all
-    return the same result. `advance` receives the number of examples just completed.
+    losses. Shorter examples are padded with the token id `pad`. Of several processes (`ranks`), each runs its share
+    and all return the same result. `advance` receives the number of examples just completed.
     """
     training = model.training
     model.eval()
     device = next(model.parameters()).device
     order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
     sums = np.zeros((2, len(examples)))
-    for begin in range(0, len(order), micro_batch * processes):
-        whole = order[begin : begin + micro_batch * processes]
-        mine = whole[process::processes]
+    for begin in range(0, len(order), micro_batch * ranks.size):
+        whole = order[begin : begin + micro_batch * ranks.size]
+        mine = whole[ranks.rank :: ranks.size]
         # For a sharded model, the other processes' forward pass needs this process's parameter shards.
         if mine or is_sharded(model):
-            logits, expected = _run(model, [examples[number] for number in mine or whole[:1]], pad, device)
+            batch = batch_of_examples([examples[number] for number in mine or whole[:1]], pad=pad)
+            expected = batch.pop("labels").to(device)
+            with running(model):
+                logits = model(**{key: value.to(device) for key, value in batch.items()}).logits
             if mine:
                 sums[0, mine] = F.cross_entropy(logits.float(), expected, reduction="none").double().cpu().numpy()
                 sums[1, mine] = logits.argmax(dim=-1).cpu().numpy()
         advance(len(whole))
-    sums = summed(sums, processes, device)
+    sums = summed(sums, ranks.size, device)
     model.train(training)
     labels: Any = model.config.num_labels  # type: ignore[union-attr]
     return Judged(sums[0], sums[1].astype(np.int64), np.array([example.label for example in examples]), int(labels))
-
-
-def _run(
-    model: nn.Module, examples: Sequence[Example], pad: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits (examples, labels) and the expected labels (examples)."""
-    batch = {key: value.to(device) for key, value in batch_of_examples(examples, pad=pad).items()}
-    expected = batch.pop("labels")
-    with running(model):
-        return model(**batch).logits, expected

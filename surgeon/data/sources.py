@@ -142,7 +142,7 @@ class Table:
 
         Raises BadInput where they are missing or have no text.
         """
-        self._shown = shown
+        self.shown = shown
         self._identity = identity
         self.rows = rows
         columns = columns_of(table.column_names, rows.spec, shown)
@@ -152,11 +152,6 @@ class Table:
         self._numbers = np.array(list(rows.kept(self._each(), shown)), dtype=np.int64)
         if not len(self._numbers):
             raise BadInput(f"{printable(shown)}: no document with text; a source needs some text")
-
-    @property
-    def shown(self) -> str:
-        """The name in error messages."""
-        return self._shown
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -185,7 +180,7 @@ class Table:
             columns = self._table[first : first + count]
             return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
-        child, begin = Child(lambda: FewRows(read, self._shown).answer), 0
+        child, begin = Child(lambda: FewRows(read, self.shown).answer), 0
         try:
             while begin < len(self._table):
                 for row, entry in enumerate(child.ask(begin), begin):
@@ -194,12 +189,12 @@ class Table:
                     begin = row + 1
         except (Limited, Failed) as error:
             raise BadInput(
-                f"{printable(self._shown)}: rows from {begin} on cannot be read ({error}); get it again"
+                f"{printable(self.shown)}: rows from {begin} on cannot be read ({error}); get it again"
             ) from None
 
     def _row(self, row: int) -> str:
         """Return the name of a row in errors."""
-        return f"{self._shown}, row {row}"
+        return f"{self.shown}, row {row}"
 
 
 def _check_feature(feature: Any, where: str) -> None:

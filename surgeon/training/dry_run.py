@@ -175,7 +175,7 @@ def _seconds_a_micro_batch(run: Run, model: Any, fused: FusedHead | None) -> flo
     """
     settings, say = run.settings, run.listener.say
     one = replace(run, settings=replace(settings, micro_batch=1))
-    each = _seconds_of(one, next(iter(batches_of(one))), model, fused)
+    each = _seconds_of(one, next(batches_of(one)), model, fused)
     whole = each * settings.micro_batch
     kind = f"sequence of {settings.length:,} tokens" if run.objective.packs else "text"
     say(
@@ -185,7 +185,7 @@ def _seconds_a_micro_batch(run: Run, model: Any, fused: FusedHead | None) -> flo
     if _TIMED * whole > _MOST_SECONDS:
         return whole
     say(f"timing {_TIMED} micro-batches of {settings.micro_batch}")
-    batches = iter(batches_of(run))
+    batches = batches_of(run)
     return sum(_seconds_of(run, next(batches), model, fused) for _ in range(_TIMED)) / _TIMED
 
 

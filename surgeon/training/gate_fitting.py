@@ -41,11 +41,10 @@ from surgeon.training.negatives import NAMES, Negatives, kinds_of_text
 from surgeon.training.run import Run
 from surgeon.training.saved.checkpoints import RunRecord
 
-# Files of a work folder: the fitted tensors, and the gate's figures. They are used again only while their digest is the
-# one that the run's record has under the key.
+# Files of a work folder: the fitted tensors, and the gate's figures. They are used again only while their digests are
+# those that the run's record has.
 GATE_FILE = "gate.safetensors"
 FIGURES_FILE = "gate.json"
-_KEY = "gate"
 # Tokens of each domain that are read (fewer where layers must run to compute their states), and how many numbers of
 # these states are in memory at a time.
 _TOKENS, _TOKENS_THROUGH_LAYERS = 2**20, 2**18
@@ -104,7 +103,7 @@ class GateFigures:
     turns: dict[str, float]
 
 
-def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Sequence[Document]) -> None:
+def fit_gate(model: Any, run: Run, dtypes: Mapping[str, torch.dtype], recalled: Sequence[Document]) -> None:
     """Fit the gate of `model` and measure it, or load the values that an earlier call left in the work folder.
 
     The threshold is chosen on many independent texts, because a gate that opens by mistake stays open to the end of its
@@ -113,17 +112,17 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     Args:
         model: the model, whose gate is fitted in place.
         run: the run; the gate is fitted on its sources and measured on their held-out text.
-        dtypes: the stored dtype of each of the gate's tensors, by its name in the model; values are rounded to it.
+        dtypes: the stored dtype of each of the gate's tensors, by its name in the gate; values are rounded to it.
         recalled: documents that the base wrote; they count as original text.
 
     Raises:
         BadInput: the gate cannot separate the two domains.
     """
-    tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in dtypes}
+    gate, _ = _gate_of(model)
     mixture, work, say = run.data.mixture, run.work, run.say
     record = RunRecord.read(work)
-    if record is not None and record.has_kept(_KEY, work, GATE_FILE, FIGURES_FILE):
-        _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
+    if record is not None and record.has_kept(work, GATE_FILE, FIGURES_FILE):
+        _take(gate, safetensors.torch.load_file(work / GATE_FILE))
         return
     before = model.training
     model.to(run.device).eval()
@@ -134,21 +133,21 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     drawn = {name: draw(max(1, _HELD_TOKENS // held_length), held_length) for name, draw in run.data.held.items()}
     negatives = Negatives.beside(mixture.streams, length, held_length, recalled, run.loaded.config.keep_for_gate)
     _tell(negatives, say)
-    turns = Turns.of(mixture.streams[0].encoder) if _gate_of(model)[0].spec.turns else None
-    figures = _fitted(model, run, negatives, drawn, dtypes, tensors, turns)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    turns = Turns.of(mixture.streams[0].encoder) if gate.spec.turns else None
+    figures = _fitted(model, run, negatives, drawn, dtypes, turns)
+    if run.ranks.size > 1:
         # All processes take the first one's values.
-        for tensor in tensors.values():
-            torch.distributed.broadcast(tensor, 0)
+        for name in dtypes:
+            torch.distributed.broadcast(getattr(gate, name), 0)
     model.train(before)
     _judge(figures, say)
     if run.ranks.leads:
-        fitted = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        fitted = {name: getattr(gate, name).cpu().contiguous() for name in dtypes}
         (work / GATE_FILE).unlink(missing_ok=True)
         safetensors.torch.save_file(fitted, work / GATE_FILE)
         write_durably(work / FIGURES_FILE, json.dumps(vars(figures)))
         if record is not None:
-            record.keep(_KEY, work, GATE_FILE, FIGURES_FILE)
+            record.keep(work, GATE_FILE, FIGURES_FILE)
 
 
 def _fitted(
@@ -157,42 +156,38 @@ def _fitted(
     negatives: Negatives,
     held: Mapping[str, Sequence[PackedSequence]],
     dtypes: Mapping[str, torch.dtype],
-    tensors: dict[str, Tensor],
     turns: Turns | None,
 ) -> GateFigures:
     """Fit the classifier on the run's text, choose the threshold on held-out text, and return the gate's figures.
 
     Args:
-        model: the model.
+        model: the model, whose gate's tensors are overwritten.
         run: the run, whose sources are the text to fit on.
         negatives: more original sources, both to fit on and to choose the threshold by.
         held: held-out sequences of every source.
-        dtypes: the stored dtypes of the gate's tensors, by their names in the model.
-        tensors: the gate's tensors, by the same names; they are overwritten.
+        dtypes: the stored dtypes of the gate's tensors, by their names in the gate.
         turns: how turns of a user are found in chats; None: they are not read.
     """
     gate, layer = _gate_of(model)
     tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
     fitted = _classifier(gate, _parts(model, layer, run.data.mixture, negatives.fitted, tokens), run.loaded.config.seed)
     fitted |= {"turns": torch.zeros(3, 2, 3) if turns is None else _digits(turns), "turn_threshold": torch.zeros(1)}
-    owner = next(name for name in dtypes if name.endswith(".threshold")).removesuffix("threshold")
-    threshold, turn_threshold = f"{owner}threshold", f"{owner}turn_threshold"
-    cut = {name: _as_turns(each, turns) for name, each in {**held, **negatives.held}.items() if turns is not None}
+    every = {**held, **negatives.held}
+    cut = {name: _as_turns(each, turns) for name, each in every.items() if turns is not None}
 
     def judged(against: float, least: float) -> GateFigures:
         """Subtract `against` nats from each token's evidence, set a threshold of at least `least` nats, and measure."""
         values = fitted | {"offset": fitted["offset"] - against}
-        rounded = {name: values[name.rpartition(".")[2]].to(dtype) for name, dtype in dtypes.items()}
-        _take(tensors, rounded)
-        original, new = _scored_by_domain(model, layer, {**held, **negatives.held})
-        rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold], least)
+        rounded = {name: values[name].to(dtype) for name, dtype in dtypes.items()}
+        _take(gate, rounded)
+        original, new = _scored_by_domain(model, layer, every)
+        rounded["threshold"] = _threshold(gate, list(original.values()), dtypes["threshold"], least)
         asked = _scored_by_domain(model, layer, cut)
         if turns is not None:
             lowest = max(each.turn_threshold(gate) for each in asked[0].values())
-            rounded[turn_threshold] = _above(
-                torch.tensor([max(lowest, min(least, _TURN_OPENS), 0.0)]), dtypes[turn_threshold]
-            )
-        _take(tensors, rounded)
+            turn = torch.tensor([max(lowest, min(least, _TURN_OPENS), 0.0)])
+            rounded["turn_threshold"] = _above(turn, dtypes["turn_threshold"])
+        _take(gate, rounded)
         return _figures(gate, original, new, asked[0] | asked[1])
 
     if gate.spec.reads != "cusum":
@@ -235,7 +230,7 @@ def _as_turns(sequences: Sequence[PackedSequence], turns: Turns) -> list[PackedS
                 if packer.room < len(ids):
                     found.append(packer.take())
                 packer.add((ids, [*[False] * (len(ids) - 1), True]), 0)
-    return [*found, packer.take()] if packer.ids else found
+    return [*found, packer.take()] if packer.sequence.ids else found
 
 
 def _gate_of(model: Any) -> tuple[Any, nn.Module]:
@@ -244,10 +239,11 @@ def _gate_of(model: Any) -> tuple[Any, nn.Module]:
     return layer.domain_gate, layer
 
 
-def _take(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Overwrite the gate's `tensors` with the `values` of the same names, on their devices and in their dtypes."""
-    for name, tensor in tensors.items():
-        tensor.data = values[name].to(tensor.device, tensor.dtype)
+def _take(gate: Any, values: Mapping[str, Tensor]) -> None:
+    """Overwrite the gate's tensors with the `values` of the same names, on their devices and in their dtypes."""
+    for name, value in values.items():
+        tensor = getattr(gate, name)
+        tensor.data = value.to(tensor.device, tensor.dtype)
 
 
 def _tell(negatives: Negatives, say: Callable[[str], None]) -> None:
@@ -430,8 +426,7 @@ class _Scored:
         """
         if gate.spec.reads != "cusum":
             return float(self.open(gate)[0].double().mean())
-        on = [at_work.held(at_work.states(gate, each)[..., 2] > 0, None) for each, at_work, *_ in self.parts]
-        return float(torch.cat([each.flatten() for each in on]).double().mean())
+        return float(torch.cat([each.flatten() for each in self._opened(gate)]).double().mean())
 
     def scores(self, gate: Any) -> Tensor:
         """Return for every token the number that the gate compares with its threshold."""
@@ -445,12 +440,15 @@ class _Scored:
     def opens_after(self, gate: Any) -> int | None:
         """Return the median length of prefixes at which the gate opens first in a document; None: it opens in none."""
         found = []
-        for evidence, at_work, lengths, _ in self.parts:
-            opened = at_work.held(at_work.states(gate, evidence)[..., 2] > 0, None).cpu()
+        for opened, (*_, lengths, _counts) in zip(self._opened(gate), self.parts, strict=True):
             before = F.pad(opened[:, :-1], (1, 0)) & (lengths > 1)
             found.append(lengths[opened & ~before])
         every = torch.cat(found)
         return int(every.median()) if len(every) else None
+
+    def _opened(self, gate: Any) -> list[Tensor]:
+        """Return for each part where the gate is open, or was open earlier in the document, B T on the CPU."""
+        return [at_work.held(at_work.states(gate, each)[..., 2] > 0, None).cpu() for each, at_work, *_ in self.parts]
 
     def turn_threshold(self, gate: Any) -> float:
         """Return the lowest threshold, in nats, that opens at most `false_positives` of turns; −∞: any does.

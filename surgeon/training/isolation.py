@@ -86,7 +86,7 @@ def _number(value: float) -> str:
     return f"{value:.2g}" if value else "0 (no bit)"
 
 
-def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: Sequence[int], device: Any) -> Isolation:
+def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: Sequence[int]) -> Isolation:
     """Measure whether `model` keeps documents apart that are packed into one sequence; all processes call this.
 
     Parameters that are zero, as in grafts at birth, have random values meanwhile, so no path in the model is silent.
@@ -97,35 +97,32 @@ def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: S
         micro_batch: sequences that run together.
         packing: how documents are packed.
         ids: tokens from which documents are drawn at random.
-        device: where the model runs.
 
     Raises:
         BadInput: the model's states are not finite.
     """
     rows = min(micro_batch, _ROWS)
     packed, joined = (_Documents(length, rows, each, torch.tensor(ids)) for each in (packing, "joined"))
-    runs = _Runs(model, device)
     with _without_zeros(model), torch.no_grad():
-        first, second = (runs.states(packed.batch(variant)) for variant in (0, 1))
+        training = packed.changed(model, packed.kept)
         # In evaluation mode, as dropout would make them differ from a document run alone.
-        sure = runs.states(packed.batch(0), training=False)
+        sure = _states(model, packed.batch(0), training=False)
         if not bool(torch.isfinite(sure).all()):
             raise BadInput(
                 f"{printable(str(model.config.name_or_path))}: random tokens give the model states that are no finite"
                 " numbers, so nothing can be measured or trained; look at its weights, or say `dtype: float32`"
             )
-        training = packed.change(first, second, packed.kept)
-        alone = _apart_from_alone(runs, packed, sure)
+        alone = _apart_from_alone(model, packed, sure)
         evaluation = None
         if hasattr(model, "surgery") or builds_no_mask(model):
             # Evaluation runs other code than training.
-            evaluation = packed.change(sure, runs.states(packed.batch(1), training=False), packed.kept)
-        leaking = joined.changed(runs, packed.preceded)
+            evaluation = packed.change(sure, _states(model, packed.batch(1), training=False), packed.kept)
+        leaking = joined.changed(model, packed.preceded)
         tolerance = min(_ROUNDING.get(model.dtype, _ROUNDING[torch.float32]), _OF_A_LEAK * leaking)
         without = None
         if max(training, evaluation or 0.0) > tolerance and hasattr(model, "grafts"):
             with model.grafts(enabled=False):
-                without = max(packed.changed(runs, packed.kept, training=mode) for mode in (True, False))
+                without = max(packed.changed(model, packed.kept, training=mode) for mode in (True, False))
     let_go(model)
     dtype = str(model.dtype).removeprefix("torch.")
     return Isolation(dtype, training, evaluation, without, leaking, alone, tolerance)
@@ -178,9 +175,9 @@ class _Documents:
         _add(packer, text)
         return batch_of([packer.take()])
 
-    def changed(self, runs: _Runs, chosen: Tensor, *, training: bool = True) -> float:
+    def changed(self, model: Any, chosen: Tensor, *, training: bool = True) -> float:
         """Run both variants, and return how much the states of the tokens `chosen` change between them."""
-        first, second = (runs.states(self.batch(variant), training=training) for variant in (0, 1))
+        first, second = (_states(model, self.batch(variant), training=training) for variant in (0, 1))
         return self.change(first, second, chosen)
 
     def change(self, first: Tensor, second: Tensor, chosen: Tensor) -> float:
@@ -225,7 +222,7 @@ def relative(first: Tensor, second: Tensor) -> Tensor:
     return found.cpu()
 
 
-def _apart_from_alone(runs: _Runs, packed: _Documents, states: Tensor) -> float:
+def _apart_from_alone(model: Any, packed: _Documents, states: Tensor) -> float:
     """Return how far a packed document is from the same document in a row of its own: the median over its tokens.
 
     The document is the longest one that is not the first of its row.
@@ -233,41 +230,35 @@ def _apart_from_alone(runs: _Runs, packed: _Documents, states: Tensor) -> float:
     numbers = packed.document[packed.preceded]
     number = int(numbers.mode().values) if len(numbers) else 1
     here = (packed.document == number).to(states.device)
-    return float(relative(runs.states(packed.alone(number), training=False)[0], states[here]).median())
+    return float(relative(_states(model, packed.alone(number), training=False)[0], states[here]).median())
 
 
-class _Runs:
-    """A runner of a model's forward as in training or for held-out losses, which returns the inputs of the head."""
+def _states(model: Any, batch: dict[str, Tensor], *, training: bool) -> Tensor:
+    """Run a batch without a cache; return the inputs of the head, B T D (the logits where the model has no head).
 
-    def __init__(self, model: Any, device: Any) -> None:
-        self.model, self.device = model, torch.device(device)
-
-    def states(self, batch: dict[str, Tensor], *, training: bool = True) -> Tensor:
-        """Run a batch without a cache; return the inputs of the head, B T D (the logits where the model has no head).
-
-        `training` chooses the mode, and whether grafts receive labels and domains; the mode is restored afterwards.
-        """
-        kept: list[Tensor] = []
-        given = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        if not (training and hasattr(self.model, "surgery")):
-            # Grafts read labels and domains in training; what some models make of labels needs their head.
-            given = {name: given[name] for name in ("input_ids", "position_ids")}
-        before = self.model.training
-        self.model.train(training)
-        devices = [self.device] if self.device.type == "cuda" else []
-        try:
-            with (
-                torch.random.fork_rng(devices),
-                _headless(self.model, kept),
-                by_document() if training else contextlib.nullcontext(),
-            ):
-                # The seed of dropout.
-                torch.manual_seed(_SEED)
-                output = self.model(**given, use_cache=False)
-        finally:
-            self.model.train(before)
-        found: Tensor = kept[0] if kept else output.logits
-        return found.reshape(*batch["input_ids"].shape, -1)
+    `training` chooses the mode, and whether grafts receive labels and domains; the mode is restored afterwards.
+    """
+    kept: list[Tensor] = []
+    given = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    if not (training and hasattr(model, "surgery")):
+        # Grafts read labels and domains in training; what some models make of labels needs their head.
+        given = {name: given[name] for name in ("input_ids", "position_ids")}
+    before = model.training
+    model.train(training)
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            _headless(model, kept),
+            by_document() if training else contextlib.nullcontext(),
+        ):
+            # The seed of dropout.
+            torch.manual_seed(_SEED)
+            output = model(**given, use_cache=False)
+    finally:
+        model.train(before)
+    found: Tensor = kept[0] if kept else output.logits
+    return found.reshape(*batch["input_ids"].shape, -1)
 
 
 @contextlib.contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgeon.common.formatting import windows
-from surgeon.data.packing import Batches
+from surgeon.data.packing import batches
 from surgeon.errors import BadInput
 from surgeon.manifest.lineage import Lineage
 from surgeon.training.run import Run
 from surgeon.training.trainable.trainable_set import TrainedParameters
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The operation that makes a mixture of experts of a dense model.
 UPCYCLE = "upcycle_experts"
@@ -46,15 +49,10 @@ def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
     return model, parameters
 
 
-def batches_of(run: Run) -> Batches[Any]:
+def batches_of(run: Run) -> Iterator[dict[str, Tensor]]:
     """Return this process's micro-batches, with each sequence's number among all sequences of the run."""
-    return Batches(
-        run.data.mixture,
-        run.settings.micro_batch,
-        run.ranks.rank,
-        run.ranks.size,
-        partial(run.objective.batch, run),
-    )
+    make = partial(run.objective.batch, run)
+    return batches(run.data.mixture, make, micro_batch=run.settings.micro_batch, ranks=run.ranks)
 
 
 def _spreads(run: Run, model: Any) -> bool:

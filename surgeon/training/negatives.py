@@ -20,7 +20,7 @@ from typing import Self
 
 from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.layouts import Document, said_in
-from surgeon.data.packing import PackedSequence, Packer, Packing, SourceStream
+from surgeon.data.packing import PackedSequence, Packer, SourceStream
 
 # The names of the negatives among sources, which no source of a config can have: kinds of text, other languages, and
 # the base's own text. Each counts as one source, because a gate may do well on one and badly on another.
@@ -86,13 +86,10 @@ class Negatives:
         for kind in passages:
             if len(kind) == _CODE and kind not in kept:
                 left_out.setdefault(kind, why)
-        held_how: dict[str, Packing] = {RECALLED: "isolated"}
-        packed = {
-            name: (_Packed.of(length, "isolated"), _Packed.of(held_length, held_how.get(name, "joined")))
-            for name in NAMES
-        }
+        # By name, the texts to fit on, and the texts to choose the threshold by.
+        chosen: dict[str, tuple[list[Encoded], list[Encoded]]] = {name: ([], []) for name in NAMES}
         for nth, document in enumerate(recalled):
-            packed[RECALLED][nth % _HELD == _HELD - 1].add(encoder.encode(document))
+            chosen[RECALLED][nth % _HELD == _HELD - 1].append(encoder.encode(document))
         for kind, texts in passages.items():
             if kind in left_out:
                 continue
@@ -101,39 +98,20 @@ class Negatives:
                 left_out[kind] = "not in the vocabulary"
                 continue
             for nth, each in enumerate(encoded):
-                packed[LANGUAGES if len(kind) == _CODE else KINDS][nth % 2].add(each)
-        fitted, held = (
-            {name: sequences for name, of_name in packed.items() if (sequences := of_name[nth].whole())}
-            for nth in range(2)
-        )
-        return cls(fitted, held, left_out)
+                chosen[LANGUAGES if len(kind) == _CODE else KINDS][nth % 2].append(each)
+        made = cls({}, {}, left_out)
+        for name, (to_fit, to_hold) in chosen.items():
+            if to_fit:
+                made.fitted[name] = _packed(to_fit, Packer(length, "isolated", 0))
+            if to_hold:
+                made.held[name] = _packed(to_hold, Packer(held_length, "isolated" if name == RECALLED else "joined", 0))
+        return made
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """Passages that are packed one after another into sequences of one length."""
-
-    packer: Packer
-    sequences: list[PackedSequence]
-
-    @classmethod
-    def of(cls, length: int, how: Packing) -> Self:
-        """Return an empty one, for sequences of `length` tokens."""
-        return cls(Packer(length, how, 0), [])
-
-    def add(self, encoded: Encoded) -> None:
-        """Append a passage."""
-        used = 0
-        while used < len(encoded[0]):
-            used += self.packer.add(encoded, used)
-            if not self.packer.room:
-                self.sequences.append(self.packer.take())
-
-    def whole(self) -> list[PackedSequence]:
-        """Return all sequences, the last one padded."""
-        if self.packer.room < self.packer.length:
-            self.sequences.append(self.packer.take())
-        return self.sequences
+def _packed(texts: Iterable[Encoded], packer: Packer) -> list[PackedSequence]:
+    """Return texts that are packed one after another into sequences, of which the last may be shorter."""
+    found = [full for text in texts for full in packer.filled(text)]
+    return [*found, packer.take()] if packer.sequence.ids else found
 
 
 def kinds_of_text() -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from surgeon.common.disk_space import writing
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener
 from surgeon.common.work_folders import WorkFolder
-from surgeon.data.layouts import Labelled
+from surgeon.data.examples import labelled
 from surgeon.data.sources import open_source
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.reading import manifest_of
@@ -85,19 +85,14 @@ def labels_of(loaded: LoadedConfig) -> list[str]:
     labels = loaded.config.labels
     if isinstance(labels, list):
         return labels
-    names: set[str] = set()
-    numbers: set[int] = set()
+    found: set[str | int] = set()
     for source in loaded.config.sources:
         opened = open_source(source, loaded)
         for corpus in (opened.text, opened.held_out):
-            for number in range(0 if corpus is None else len(corpus)):
-                assert corpus is not None
-                document = corpus.read(number)
-                assert isinstance(document, Labelled), "opened with labels"
-                if isinstance(document.label, str):
-                    names.add(document.label)
-                else:
-                    numbers.add(document.label)
+            if corpus is not None:
+                found |= {labelled(corpus, number).label for number in range(len(corpus))}
+    names = {label for label in found if isinstance(label, str)}
+    numbers = {label for label in found if isinstance(label, int)}
     where = loaded.where("sources")
     if names and numbers:
         raise BadInput(

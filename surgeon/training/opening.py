@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
+from surgeon.anatomy.limits import context_of
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
@@ -19,6 +20,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, without_surgery
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
+from surgeon.training.config.settings import settle
 from surgeon.training.run import Prepared, Run
 from surgeon.training.training_data import MOST_HELD, open_data, steps_of
 
@@ -46,8 +48,10 @@ def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str,
     trackers = open_trackers(loaded.config.report_to, to=prepared.to, config=str(loaded.source))
     data = open_data(prepared, say, imagined or {})
     notes = prepared.notes
-    if prepared.settled_for is not None:
-        settings, more = prepared.settled_for(steps=steps_of(data, prepared, say))
+    if loaded.config.counts_text:
+        steps, context = steps_of(data, prepared, say), context_of(prepared.out.config)
+        operations = prepared.wanted.operations
+        settings, more = settle(loaded, operations, context=context, processes=ranks.size, steps=steps)
         notes = [*notes, *more]
     if loaded.config.validation_sequences is None:
         most = max(_FEWEST_HELD, min(MOST_HELD, settings.steps * settings.batch // _RUN_TO_HELD))

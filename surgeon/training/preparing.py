@@ -25,7 +25,6 @@ from surgeon.data.sources import check_source, is_chat
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.manifest.checkpoint import Checkpoint
 from surgeon.manifest.manifest import Manifest
-from surgeon.manifest.trainable import TrainableSet
 from surgeon.models.templates import no_template, template_of
 from surgeon.training.backends import missing_for_attention, missing_for_tracker
 from surgeon.training.config.loading import LoadedConfig
@@ -80,32 +79,32 @@ def prepare(
     if prompts is not None:
         _tried(functools.partial(encode_prompts, prompts.prompts, Checkpoint(str(out.path), out)), wrong)
     sharding = processes > 1 and loaded.config.sharding == "fsdp"
-    if sharding:
-        _tried(lambda: _check_fixed(case.wanted), wrong)
+    if sharding and case.wanted.fixed:
+        wrong.append(
+            f"{printable(min(case.wanted.fixed))}: a part of it trains, which is not done with sharded weights; leave"
+            " `sharding` out, or name operations in `what` that add tensors of their own"
+        )
     context = context_of(out.config)
-    settled_for = functools.partial(settle, loaded, case.wanted.operations, context=context, processes=processes)
-    settled = _tried(settled_for, wrong)
+    settled = _tried(lambda: settle(loaded, case.wanted.operations, context=context, processes=processes), wrong)
     remedies = _remedies(case, wrong)
     if wrong or settled is None:
         raise bad_input(wrong)
     settings, about_settings = settled
-    counts = loaded.config.counts_text
     notes = [
         *about_dtype,
         *trained_too(loaded),
         *case.target.notes(),
         *_about_base(case),
         *(note for each in remedies for note in each.notes()),
+        *(() if loaded.config.counts_text else about_settings),
     ]
     return Prepared(
         **vars(case),
         settings=settings,
-        notes=notes if counts else [*notes, *about_settings],
+        notes=notes,
         sharding=sharding,
         remedies=remedies,
-        settled_for=settled_for if counts else None,
         prompts=prompts,
-        context=context,
     )
 
 
@@ -121,9 +120,9 @@ def _in_fast_dtype(out: CheckpointFolder, loaded: LoadedConfig, device: str) -> 
     return replace(loaded, config=loaded.config.model_copy(update={"dtype": "float32"})), [note]
 
 
-def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig) -> None:
-    """Raise BadInput where `prepare` would reject what the config trains, or its remedies, whatever the texts are."""
-    case = _case(out, manifest, loaded, out.path, "cpu")
+def check_training(out: Checkpoint, config: LoadedConfig) -> None:
+    """Raise BadInput where `train` would reject what the config trains, or its remedies, whatever the texts are."""
+    case = _case(out.folder, out.manifest, config, out.path, "cpu")
     _check_trainable(case)
     for kind in REMEDIES:
         kind.of(case)
@@ -195,15 +194,6 @@ def _are_same(one: Path, other: Path) -> bool:
     if one.is_file() and other.is_file():
         return filecmp.cmp(one, other, shallow=False)
     return one.is_dir() and other.is_dir() and one.samefile(other)
-
-
-def _check_fixed(wanted: TrainableSet) -> None:
-    """Raise BadInput where tensors train in part, which would be sharded."""
-    if wanted.fixed:
-        raise BadInput(
-            f"{printable(min(wanted.fixed))}: a part of it trains, which is not done with sharded weights; leave"
-            " `sharding` out, or name operations in `what` that add tensors of their own"
-        )
 
 
 def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:

@@ -147,19 +147,8 @@ class Trained:
         }
 
 
-@dataclass(frozen=True)
-class Final:
-    """A description of the trained values, which are in FINAL_FILE, and of an adapter, which is in ADAPTER_FILE.
-
-    `changes` measures how each tensor differs from its value before. `adapter` is the adapter's config file.
-    """
-
-    changes: dict[str, Change]
-    adapter: bytes | None = None
-
-
-def write_final(out: CheckpointFolder, values: Values, work: Path, fixed: Mapping[str, Fixed]) -> Final:
-    """Write trained values in the output's dtypes to FINAL_FILE in `work`, and measure how each differs from before.
+def write_final(out: CheckpointFolder, values: Values, work: Path, fixed: Mapping[str, Fixed]) -> dict[str, Change]:
+    """Write trained values in the output's dtypes to FINAL_FILE in `work`; return how each differs from before.
 
     A fixed part of a tensor did not train; it is written as it is in the output. An adapter is written to ADAPTER_FILE.
 
@@ -191,7 +180,7 @@ def write_final(out: CheckpointFolder, values: Values, work: Path, fixed: Mappin
         if content is not None:
             save_file(dict(content), work / file, metadata={"format": "pt"})
             sync(work / file)
-    return Final(changes, values.adapter_config)
+    return changes
 
 
 def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tensor:
@@ -247,9 +236,10 @@ def publishing_job(
     work: Path,
     *,
     digests: Mapping[str, str],
-    final: Final,
+    changes: Mapping[str, Change],
     entry: dict[str, Any],
     added: Mapping[str, bytes],
+    adapter: bytes | None = None,
     of_base: Collection[str] = (),
     keep: bool | Before = False,
     measured: Callable[[Path], Mapping[str, Any]] = lambda _staged: {},
@@ -261,9 +251,10 @@ def publishing_job(
         manifest: its manifest.
         work: the work folder, to which `write_final` wrote the trained values.
         digests: the digest of every tensor of `out`.
-        final: what `write_final` returned.
+        changes: how each trained tensor differs from before.
         entry: the manifest's entry of the run, without its tensors.
         added: small files that `out` does not have.
+        adapter: the config file of an adapter, whose tensors are in ADAPTER_FILE.
         of_base: the base's own tensors that trained.
         keep: store their old values next to the weights; a `Before` has old values that the output no longer has.
         measured: measures the staged run, and returns what the entry says of it.
@@ -277,26 +268,26 @@ def publishing_job(
     lost = keep.tensors if isinstance(keep, Before) else {}
     beside, places = _kept_shards(out, manifest, of_base, lost) if keep or manifest.kept else ([], {})
     kept = [name for name in out.tensors if kept_name(name) in places]
-    adapter: dict[str, TensorInfo] = {}
-    if final.adapter is not None:
-        adapter = {info.name: info for info in made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors}
-        outputs = tuple(copied(name, info) for name, info in adapter.items())
+    of_adapter: dict[str, TensorInfo] = {}
+    if adapter is not None:
+        of_adapter = {info.name: info for info in made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors}
+        outputs = tuple(copied(name, info) for name, info in of_adapter.items())
         beside.append(Shard(ADAPTER_WEIGHTS_FILE, outputs, None))
-        places |= places_of(adapter, _TRAINED)
-        added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
+        places |= places_of(of_adapter, _TRAINED)
+        added = {**added, ADAPTER_CONFIG_FILE: adapter}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
         """Return the manifest and the card. Raises PromiseBroken where a tensor that did not train changed."""
-        _check_untrained(proof, digests, {*places, *final.changes})
+        _check_untrained(proof, digests, {*places, *changes})
         before: dict[str, dict[str, Any]] = {name: {"before": digests[name]} for name in of_base}
         tensors = {
             name: TrainedTensor(sha256=proof.digests[name], **change._asdict(), **before.get(name, {}))
-            for name, change in final.changes.items()
+            for name, change in changes.items()
         }
         more: dict[str, Any] = {"kept": kept} if kept else {}
-        if final.adapter is not None:
-            stored = {name: StoredTensor.of(adapter[name], proof.digests[name]) for name in sorted(adapter)}
-            more["adapter"] = AdapterEntry(config=hashlib.sha256(final.adapter).hexdigest(), tensors=stored)
+        if adapter is not None:
+            stored = {name: StoredTensor.of(of_adapter[name], proof.digests[name]) for name in sorted(of_adapter)}
+            more["adapter"] = AdapterEntry(config=hashlib.sha256(adapter).hexdigest(), tensors=stored)
         more |= measured(proof.folder)
         run = TrainingEntry(tool=Tool(name="surgeon", version=__version__), tensors=tensors, **entry, **more)
         files = {name: digest for name, digest in proof.files.items() if not name.startswith(f"{ADAPTER_FOLDER}/")}
@@ -314,7 +305,7 @@ def publishing_job(
         # Trained values are identified by their digest, because each call writes their file again.
         identity={
             "train": file_digest(work / FINAL_FILE),
-            "adapter": None if final.adapter is None else file_digest(work / ADAPTER_FILE),
+            "adapter": None if adapter is None else file_digest(work / ADAPTER_FILE),
             "kept": kept,
             "entry": entry,
             "held": dict(digests),

@@ -68,18 +68,15 @@ class Case:
 class Prepared(Case):
     """A run that can begin: its numbers, notes about them, whether it is sharded (FSDP2), and its remedies.
 
-    `settled_for` returns the numbers and notes for a count of steps, which the config's `epochs` or `bytes` give once
-    the texts are counted; None where the config has `steps`. `context` is how many positions the model's config names.
-    `prompts` are those by which answers are compared with the answers before the run; None where this is not measured.
+    Where the config has `epochs` or `bytes`, the numbers are settled again once the texts are counted. `prompts` are
+    those by which answers are compared with the answers before the run; None where this is not measured.
     """
 
     settings: Settings
     notes: Sequence[str]
     sharding: bool
     remedies: Sequence[Remedy]
-    settled_for: Callable[..., tuple[Settings, list[str]]] | None
     prompts: Prompts | None
-    context: object
 
 
 @dataclass

@@ -26,7 +26,7 @@ from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.training.config.budget import Budget
 from surgeon.training.config.settings import fitting_micro_batch
 from surgeon.training.footprint import check_room_of, fitting, peak_memory
-from surgeon.training.loading import batches_of, loaded_model, trained_numbers
+from surgeon.training.loading import loaded_model, trained_numbers
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.opening import as_it_is, check_as_left, opened_run
 from surgeon.training.places import memory_folder
@@ -126,7 +126,7 @@ def _train(run: Run) -> Trained:
     history = _steps(trainer, run, checkpoint, done)
     published = _published_step(run, history, first)
     last = {name: value for entry in history if entry["step"] <= published for name, value in entry.items()}
-    seconds = time.perf_counter() - begun - trainer.aside
+    seconds = time.perf_counter() - begun - sum(trainer.aside.seconds.values())
     a_step = run.objective.step_units(settings)
     tokens, made = settings.steps * a_step, (settings.steps - done) * a_step
     if not run.objective.packs:
@@ -157,7 +157,7 @@ def _steps(trainer: SurgeonTrainer, run: Run, checkpoint: Path | None, done: int
     settings = run.settings
     if checkpoint is not None:
         run.say(f"continuing from the checkpoint of step {done}")
-        trainer.batches.mixture.restore(json.loads((checkpoint / DATA_FILE).read_text(encoding="utf-8")))
+        run.data.mixture.restore(json.loads((checkpoint / DATA_FILE).read_text(encoding="utf-8")))
     if run.ranks.leads:
         run.listener.begin("training", settings.steps, "steps")
         run.listener.advance(done)
@@ -212,7 +212,6 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         args,
         run=run,
         parameters=replace(parameters, fitted=tuple(fitted)),
-        batches=batches_of(run),
         callbacks=[Cadence(run, done), *run.trackers],
         fused=fused,
     )
@@ -257,7 +256,7 @@ def _publish(trained: Trained, run: Run, digests: dict[str, str], *, link: bool)
     # The model that an adapter is loaded onto: the model before this run.
     called = run.manifest.base.id if not run.manifest.operations else run.out.path.resolve().name
     values = run.target.publish(last / TRAINED_FILE, run.wanted, called)
-    final = write_final(run.out, values, run.work, run.wanted.fixed)
+    changes = write_final(run.out, values, run.work, run.wanted.fixed)
     template = run.loaded.template
     added = {TEMPLATE_FILE: template.encode()} if template and TEMPLATE_FILE not in run.out.side_files else {}
     kept: list[KeptAnswers] = []
@@ -276,11 +275,12 @@ def _publish(trained: Trained, run: Run, digests: dict[str, str], *, link: bool)
         run.manifest,
         run.work,
         digests=digests,
-        final=final,
+        changes=changes,
         entry=_entry(trained, run),
         added=added,
+        adapter=values.adapter_config,
         # A router's bias, which is a buffer, stays.
-        of_base=run.wanted.of_base & final.changes.keys(),
+        of_base=run.wanted.of_base & changes.keys(),
         keep=run.loaded.config.keep_base,
         measured=measured,
     )
@@ -290,7 +290,7 @@ def _publish(trained: Trained, run: Run, digests: dict[str, str], *, link: bool)
     if moved.text:
         run.say(moved.text)
     answers = kept[0] if kept else None
-    return replace(trained, manifest=written_manifest(target), changes=final.changes, answers=answers)
+    return replace(trained, manifest=written_manifest(target), changes=changes, answers=answers)
 
 
 def _entry(trained: Trained, run: Run) -> dict[str, Any]:

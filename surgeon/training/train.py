@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from surgeon.anatomy.limits import context_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count, listed, size, windows
@@ -27,7 +28,6 @@ from surgeon.training.config.loading import LoadedConfig, load_config
 _MOST_LABELS = 6
 
 if TYPE_CHECKING:
-    from surgeon.manifest.checkpoint import Checkpoint
     from surgeon.training.config.schema import TrainConfig
     from surgeon.training.dry_run import Rehearsal
     from surgeon.training.publishing import Trained
@@ -160,7 +160,7 @@ def _in_minutes(prepared: Prepared, trust_remote_code: bool, listener: Listener)
             seconds=trial.seconds_a_step,
             batch=batch,
             length=length,
-            context=prepared.context,
+            context=context_of(prepared.out.config),
             packs=prepared.objective.packs,
         )
         measured = budget.is_near(batch, length)
@@ -292,13 +292,6 @@ def _labels(found: Mapping[str, int]) -> str:
     most = sorted(found.items(), key=lambda entry: -entry[1])[:_MOST_LABELS]
     more = f", {len(found) - len(most)} more" if len(found) > len(most) else ""
     return ", ".join(f"{printable(name, 24)} {number:,}" for name, number in most) + more
-
-
-def check_training(out: Checkpoint, config: LoadedConfig) -> None:
-    """Raise BadInput where `train` would reject what the config trains, or its remedies, whatever the texts are."""
-    from surgeon.training.preparing import check_base_trains
-
-    check_base_trains(out.folder, out.manifest, config)
 
 
 def discard_run(to: str | Path) -> None:

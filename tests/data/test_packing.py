@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from surgeon.common.distributed import Ranks
 from surgeon.data import packing
 from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import PIECE, Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import (
     IGNORED_LABEL,
-    Batches,
     Mixture,
     Packer,
     Packing,
     SourceStream,
     batch_of,
+    batches,
     held_out,
     split,
 )
@@ -246,11 +247,8 @@ def test_the_order_is_the_seeds_and_resumes_anywhere(tmp_path: Path, encoder: En
 
 def test_processes_share_out_what_one_would_see(tmp_path: Path, encoder: Encoder) -> None:
     documents = opened_texts(corpus(tmp_path / "a.jsonl"))
-    alone = iter(Batches(mixture(documents, encoder), micro_batch=4, process=0, processes=1, make=batch_of))
-    two = [
-        iter(Batches(mixture(documents, encoder), micro_batch=2, process=rank, processes=2, make=batch_of))
-        for rank in range(2)
-    ]
+    alone = batches(mixture(documents, encoder), batch_of, micro_batch=4, ranks=Ranks())
+    two = [batches(mixture(documents, encoder), batch_of, micro_batch=2, ranks=Ranks(rank, 2)) for rank in range(2)]
     for _ in range(5):
         one, halves = next(alone), [next(each) for each in two]
         for key, value in one.items():

@@ -160,7 +160,7 @@ def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monke
             patched.setattr(where, name, replacement)
             run(made, tmp_path / "cut", **given)
     record = RunRecord.read(work_folder(tmp_path / "cut"))
-    assert record is not None and record.kept.keys() == {"teacher"}
+    assert record is not None and record.kept.keys() == {INDEX_FILE}
     # Changed since, it counts for nothing, and is recorded anew.
     index = work_folder(tmp_path / "cut") / INDEX_FILE
     content = index.read_bytes()

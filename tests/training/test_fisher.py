@@ -166,8 +166,8 @@ def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monke
             raise Killed
         return nats(*arguments)
 
-    def half(self: Any, key: str, work: Path, *files: str) -> None:
-        keep(self, key, work, *files)
+    def half(self: Any, work: Path, *files: str) -> None:
+        keep(self, work, *files)
         (work / FISHER_FILE).write_bytes((work / FISHER_FILE).read_bytes()[:-9])
         raise Killed
 
@@ -203,7 +203,7 @@ def test_one_of_other_weights_is_not_taken(made: Path, tmp_path: Path, monkeypat
         run(made, tmp_path / "run", **given)
     work = work_folder(tmp_path / "run")
     record = RunRecord.read(work)
-    assert record is not None and "fisher" in record.kept
+    assert record is not None and FISHER_FILE in record.kept
     other = {name: 1000 * tensor for name, tensor in load_file(work / FISHER_FILE).items()}
     save_file(other, work / FISHER_FILE)
     with pytest.raises(BadInput, match="holds checkpoints of another run"):

@@ -41,7 +41,7 @@ IDS = range(10, 110)
 
 def measured(model: Any, *, length: int = 32) -> Isolation:
     model.config.use_cache = False
-    return probe(model, length=length, micro_batch=4, packing="isolated", ids=IDS, device="cpu")
+    return probe(model, length=length, micro_batch=4, packing="isolated", ids=IDS)
 
 
 def opened(folder: Path, attention: str | None = None, family: str = "llama", **changes: Any) -> Any:

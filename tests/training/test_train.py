@@ -479,13 +479,10 @@ def planted(work: Path) -> None:
     checkpoint = work / "checkpoint-3"
     trained = {name: torch.full_like(tensor, 7) for name, tensor in load_file(checkpoint / TRAINED_FILE).items()}
     save_file(trained, checkpoint / TRAINED_FILE)
-    marker = json.loads((checkpoint / "complete.json").read_bytes())
-    marker["files"][TRAINED_FILE] = hashlib.sha256((checkpoint / TRAINED_FILE).read_bytes()).hexdigest()
-    (checkpoint / "complete.json").write_text(json.dumps(marker))
     digest, *code, body = (work / "run.json").read_bytes().split(b"\n")
     data = json.loads(body)
     record = data.get("data", data)
-    record["checkpoints"]["3"] = hashlib.sha256((checkpoint / "complete.json").read_bytes()).hexdigest()
+    record["checkpoints"]["3"][TRAINED_FILE] = hashlib.sha256((checkpoint / TRAINED_FILE).read_bytes()).hexdigest()
     kept = b"\n".join([*code, json.dumps(data).encode()])
     assert hashlib.sha256(b"\n".join([*code, body])).hexdigest().encode() == digest
     (work / "run.json").write_bytes(hashlib.sha256(kept).hexdigest().encode() + b"\n" + kept)
@@ -604,7 +601,7 @@ def test_a_checkpoint_counts_only_as_it_was_written(cut_off: Path, tmp_path: Pat
     whole = work_folder(cut_off / "run")
     assert [path.name for path in sorted(whole.glob("checkpoint-*"))] == ["checkpoint-2", "checkpoint-3"]
     names = sorted(path.name for path in (whole / "checkpoint-3").iterdir())
-    assert {"trained.safetensors", "rng_state.pth", "complete.json"} <= {*names}
+    assert {"trained.safetensors", "rng_state.pth"} <= {*names}
     # After the last step nobody needs them.
     before = {path.name for path in (whole / "checkpoint-2").iterdir()}
     assert {"optimizer.pt", "scheduler.pt"} == before - {*names}

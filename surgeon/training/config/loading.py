@@ -14,52 +14,42 @@ from surgeon.training.config.schema import TrainConfig
 
 _WHAT = "training config"
 
-_OUT, _RUN = (
-    "the argument OUT of `surgeon train OUT TRAIN.YAML RUN`",
-    "the argument RUN of `surgeon train OUT TRAIN.YAML RUN`",
-)
-_BATCH = "`batch` (sequences a step, over all processes) and `micro_batch` (at a time in one process)"
-
-# What transformers, TRL, PEFT, axolotl, LLaMA-Factory and unsloth call the keys of a training file, and former keys.
-HABITS: Mapping[str, str] = {
-    **dict.fromkeys(("learning_rate", "lr"), "`optimizer.lr`"),
-    **dict.fromkeys(("num_train_epochs", "num_epochs"), "`epochs`"),
-    **dict.fromkeys(("max_steps", "total_steps", "num_steps"), "`steps`"),
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "gradient_accumulation_steps", "micro_batch_size", "batch_size"), _BATCH
+# By what stands here for them, the keys of a training file of transformers, TRL, PEFT, axolotl, LLaMA-Factory and
+# unsloth, and former keys.
+_HABITS = {
+    "`optimizer.lr`": "learning_rate lr",
+    "`epochs`": "num_train_epochs num_epochs",
+    "`steps`": "max_steps total_steps num_steps",
+    "`batch` (sequences a step, over all processes) and `micro_batch` (at a time in one process)": (
+        "per_device_train_batch_size gradient_accumulation_steps micro_batch_size batch_size"
     ),
-    **dict.fromkeys(
-        ("max_seq_length", "max_length", "max_seq_len", "sequence_len", "cutoff_len", "block_size", "seq_length"),
-        "`length`",
-    ),
-    **dict.fromkeys(("warmup_ratio", "warmup_steps"), "`optimizer.warmup`: steps, or below 1 a share of all steps"),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "`optimizer.schedule`"),
-    "max_grad_norm": "`optimizer.clip`",
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), "`optimizer.betas`: [0.9, 0.999]"),
-    **dict.fromkeys(("bf16", "fp16", "torch_dtype"), "`dtype`: auto, bfloat16 or float32"),
-    "gradient_checkpointing": "`checkpointing`",
-    **dict.fromkeys(("attn_implementation", "flash_attention"), "`attention`"),
-    **dict.fromkeys(("sample_packing", "pack_sequences"), "`packing`: isolated or joined"),
-    **dict.fromkeys(("fsdp", "deepspeed"), "`sharding`: none or fsdp, under torchrun"),
-    **dict.fromkeys(
-        ("datasets", "dataset", "train_file", "train_data", "data"),
-        "`sources`: a list of {name: fr, share: 1.0, path: fr.jsonl}",
-    ),
-    **dict.fromkeys(("val_set_size", "eval_dataset", "validation_file"), "`validation` of a source"),
-    **dict.fromkeys(("eval_steps", "eval_strategy", "evaluation_strategy"), "`evaluate_every`: steps"),
-    **dict.fromkeys(("save_steps", "save_strategy"), "`save_every`: steps"),
-    "logging_steps": "`log_every`",
-    "saving": "nothing: checkpoints are written between steps",
-    "blend": "the command surgeon blend, after the run",
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), "`keep_best`: the name of a source"),
-    **dict.fromkeys(("lora_r", "r", "lora_rank"), "`lora.rank`"),
-    "lora_alpha": "`lora.alpha`",
-    "lora_dropout": "`lora.dropout`",
-    **dict.fromkeys(("target_modules", "lora_target_modules", "lora_target"), "`lora.targets`"),
-    "dataloader_num_workers": "nothing: texts are read in the training process",
-    **dict.fromkeys(("output_dir", "run_name"), _RUN),
-    **dict.fromkeys(("model", "base_model", "model_name_or_path", "model_name"), _OUT),
+    "`length`": "max_seq_length max_length max_seq_len sequence_len cutoff_len block_size seq_length",
+    "`optimizer.warmup`: steps, or below 1 a share of all steps": "warmup_ratio warmup_steps",
+    "`optimizer.schedule`": "lr_scheduler_type lr_scheduler",
+    "`optimizer.clip`": "max_grad_norm",
+    "`optimizer.betas`: [0.9, 0.999]": "adam_beta1 adam_beta2",
+    "`dtype`: auto, bfloat16 or float32": "bf16 fp16 torch_dtype",
+    "`checkpointing`": "gradient_checkpointing",
+    "`attention`": "attn_implementation flash_attention",
+    "`packing`: isolated or joined": "sample_packing pack_sequences",
+    "`sharding`: none or fsdp, under torchrun": "fsdp deepspeed",
+    "`sources`: a list of {name: fr, share: 1.0, path: fr.jsonl}": "datasets dataset train_file train_data data",
+    "`validation` of a source": "val_set_size eval_dataset validation_file",
+    "`evaluate_every`: steps": "eval_steps eval_strategy evaluation_strategy",
+    "`save_every`: steps": "save_steps save_strategy",
+    "`log_every`": "logging_steps",
+    "nothing: checkpoints are written between steps": "saving",
+    "the command surgeon blend, after the run": "blend",
+    "`keep_best`: the name of a source": "load_best_model_at_end metric_for_best_model",
+    "`lora.rank`": "lora_r r lora_rank",
+    "`lora.alpha`": "lora_alpha",
+    "`lora.dropout`": "lora_dropout",
+    "`lora.targets`": "target_modules lora_target_modules lora_target",
+    "nothing: texts are read in the training process": "dataloader_num_workers",
+    "the argument RUN of `surgeon train OUT TRAIN.YAML RUN`": "output_dir run_name",
+    "the argument OUT of `surgeon train OUT TRAIN.YAML RUN`": "model base_model model_name_or_path model_name",
 }
+HABITS: Mapping[str, str] = {key: here for here, keys in _HABITS.items() for key in keys.split()}
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from surgeon.training.saved.checkpoints import RunRecord
 
 # Files of a work folder: the base's predictions, one record per token that counts; and for every sequence that the run
 # draws the number of its records and two checksums. They are complete where the run's record has the digest of the
-# second one under the key.
-SAID_FILE, INDEX_FILE, _KEY = "teacher.bin", "teacher.index", "teacher"
+# second one.
+SAID_FILE, INDEX_FILE = "teacher.bin", "teacher.index"
 
 _ENTRY = np.dtype([("tokens", "<u4"), ("ids", "<u4"), ("said", "<u4")])
 
@@ -154,7 +154,7 @@ class CachedTeacher:
                                 os.fsync(file.fileno())
                             record = RunRecord.read(self.work)
                             assert record is not None
-                            record.keep(_KEY, self.work, INDEX_FILE)
+                            record.keep(self.work, INDEX_FILE)
                     else:
                         ranks.receive()
                 self.mixture.restore(begun)
@@ -192,7 +192,7 @@ class CachedTeacher:
     def _is_recorded(self) -> bool:
         """Return whether the files are complete, by the run's record."""
         record = RunRecord.read(self.work)
-        return record is not None and record.has_kept(_KEY, self.work, INDEX_FILE)
+        return record is not None and record.has_kept(self.work, INDEX_FILE)
 
     def _groups(self, size: int) -> Iterator[tuple[int, list[int], list[PackedSequence]]]:
         """Draw the sequences, and yield them in groups with `size` sequences that are taught.

@@ -146,24 +146,25 @@ class Preserving:
         `total` is the number of tokens that count in the accumulated batch, over all processes. `anywhere`: in some
         process a token of the batch counts; all processes must take part in gathering sharded weights, or none.
         """
+        self.head.beside = self._term(batch, total, anywhere=anywhere)
         self.head.left_out = batch[ALONE] if bool(batch[ALONE].any()) else None
         try:
-            with self._term(batch, total, anywhere=anywhere):
-                yield
+            yield
         finally:
-            self.head.left_out = None
+            self.head.beside = self.head.left_out = None
 
-    @contextlib.contextmanager
-    def _term(self, batch: Mapping[str, Tensor], total: int, *, anywhere: bool) -> Iterator[None]:
-        """Add this batch's share of the term within the context; the arguments are those of `teaching`."""
+    def _term(self, batch: Mapping[str, Tensor], total: int, *, anywhere: bool) -> Callable[[Tensor], Tensor] | None:
+        """Return the function that computes this batch's share of the term from the head's input; None: it is zero.
+
+        The arguments are those of `teaching`.
+        """
         counts = self.counted(batch)
         rows = counts.any(dim=1).nonzero()[:, 0]
         # With a cached teacher the predictions must be recorded by now, as the base in the model may change.
         assert self.said is not None or self.spec.cached is None
         runs = self.said is None and anywhere and is_sharded(self.model)
         if total == 0 or (len(rows) == 0 and not runs):
-            yield
-            return
+            return None
         if len(rows) == 0:
             rows = rows.new_zeros(1)
         chosen, device = counts[rows], self.model.device
@@ -193,11 +194,7 @@ class Preserving:
             self.found = self.found.to(apart.device) + apart.detach() / total
             return weight * apart
 
-        self.head.beside = beside
-        try:
-            yield
-        finally:
-            self.head.beside = None
+        return beside
 
     @torch.no_grad()
     def top(self, batch: Mapping[str, Tensor], k: int) -> TopK:

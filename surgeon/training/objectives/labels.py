@@ -163,8 +163,7 @@ class Labels(Objective):
             held,
             micro_batch=run.settings.micro_batch,
             pad=_pad_of(run),
-            process=run.ranks.rank,
-            processes=run.ranks.size,
+            ranks=run.ranks,
         )
         return found.figures()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.common.distributed import Ranks
+from surgeon.common.distributed import Ranks, summed
 from surgeon.common.library import first_line
 from surgeon.data.documents import Corpus
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, Packer, SourceStream, batch_of, held_out
@@ -114,7 +114,6 @@ class NextTokens(Objective):
                 micro_batch=settings.micro_batch,
                 packing=config.packing,
                 ids=ids,
-                device=run.device,
             )
         except torch.OutOfMemoryError:
             raise
@@ -159,14 +158,7 @@ class NextTokens(Objective):
         """
         # Batches are on the host still; what is moved to a device and read back would wait for the step before.
         counts = [_counts(batch) for batch in batches]
-        together = [sum(each) for each in zip(*counts, strict=True)]
-        if Ranks.of_environment().size > 1:
-            import torch
-
-            summed = torch.tensor(together, dtype=torch.int64, device=device)
-            torch.distributed.all_reduce(summed)
-            together = summed.tolist()
-        labels, *wholes = together
+        labels, *wholes = summed(np.sum(counts, axis=0), Ranks.of_environment().size, device).tolist()
         return [
             {
                 name: own / whole / (own_labels / labels)
@@ -180,8 +172,7 @@ class NextTokens(Objective):
         """Return the mean cross-entropy of the labels that count (`data.scoring.score_sequences`)."""
         from surgeon.data.scoring import score_sequences
 
-        micro_batch, ranks = run.settings.micro_batch, run.ranks
-        found = score_sequences(model, held, micro_batch=micro_batch, process=ranks.rank, processes=ranks.size)
+        found = score_sequences(model, held, micro_batch=run.settings.micro_batch, ranks=run.ranks)
         return {"loss": found.loss}
 
 

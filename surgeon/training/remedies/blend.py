@@ -35,7 +35,7 @@ from surgeon.writing.write import check_output, execute
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surgeon.training.publishing import Final
+    from surgeon.training.publishing import Change
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def write_blend(
     work = work_folder(target, "blending")
     stopwatch = Stopwatch()
     with writing(work), working_in(work, target=target, marker=FINAL_FILE) as own:
-        final = _write_blended(
+        changes = _write_blended(
             folder, opened, way, partial(_share_of, bottom=alpha, top=top, layers=len(manifest.layers)), work, listener
         )
         shares = {"alpha": alpha, "alpha_top": top}
@@ -146,7 +146,7 @@ def write_blend(
             manifest,
             work,
             digests=digests,
-            final=final,
+            changes=changes,
             entry={"config": {"blend": shares}, "settings": {}, "steps": 0, "tokens": 0, "losses": {}},
             added={},
             of_base=[name for name in way if name in of_base],
@@ -242,8 +242,8 @@ def _write_blended(
     share_of: Callable[[str], float],
     work: Path,
     listener: Listener,
-) -> Final:
-    """Write the blended tensors to FINAL_FILE in `work`, one at a time, and measure how each differs from the run.
+) -> dict[str, Change]:
+    """Write the blended tensors to FINAL_FILE in `work`, one at a time; return how each differs from the run.
 
     Args:
         out: the run.
@@ -259,7 +259,7 @@ def _write_blended(
     import torch
 
     from surgeon.models.load import stored_dtype
-    from surgeon.training.publishing import FINAL_FILE, Change, Final
+    from surgeon.training.publishing import FINAL_FILE, Change
 
     infos = [out.tensors[name] for name in way]
     shard = Shard(FINAL_FILE, tuple(copied(info.name, info) for info in infos), None)
@@ -279,7 +279,7 @@ def _write_blended(
 
     listener.begin("blending", sum(info.nbytes for info in infos))
     write_durably(work / FINAL_FILE, content())
-    return Final(changes)
+    return changes
 
 
 def _read(folder: CheckpointFolder, info: TensorInfo) -> Tensor:

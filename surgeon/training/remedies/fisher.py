@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from surgeon.training.losses.cross_entropy import FusedHead
 
-# A file of the work folder; it is used again only while its digest is the one that the run's record has under the key.
-FISHER_FILE, _KEY = "fisher.safetensors", "fisher"
+# A file of the work folder; it is used again only while its digest is the one that the run's record has.
+FISHER_FILE = "fisher.safetensors"
 
 
 class Fisher(Remedy):
@@ -145,17 +145,19 @@ def fisher_of(model: Any, run: Run, sequences: int, fused: FusedHead | None) -> 
     """
     import safetensors.torch
 
-    from surgeon.training.processes.sharding import gathered
+    from surgeon.training.processes.sharding import dealt_out, gathered
 
     ranks, work = run.ranks, run.work
-    kept: dict[str, Tensor] | None = None
     record = RunRecord.read(work)
-    if ranks.leads and record is not None and record.has_kept(_KEY, work, FISHER_FILE):
-        kept = safetensors.torch.load_file(work / FISHER_FILE)
+    kept = ranks.leads and record is not None and record.has_kept(work, FISHER_FILE)
     if ranks.leads:
-        ranks.send(kept is not None)
-    if kept is not None or (not ranks.leads and ranks.receive()):
-        return {name: _given_out(kept, name, p) for name, p in model.named_parameters() if p.requires_grad}
+        ranks.send(kept)
+    else:
+        kept = ranks.receive()
+    if kept:
+        whole = safetensors.torch.load_file(work / FISHER_FILE)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return {name: dealt_out(whole[name].to(like.device), like) for name, like in trained.items()}
     found = estimated(model, original_text(run.data.mixture, sequences), fused, ranks)
     # Sharded values are gathered by all processes.
     whole = {name: tensor.cpu().contiguous() for name, tensor in gathered(found).items()}
@@ -163,7 +165,7 @@ def fisher_of(model: Any, run: Run, sequences: int, fused: FusedHead | None) -> 
         assert record is not None
         (work / FISHER_FILE).unlink(missing_ok=True)
         safetensors.torch.save_file(whole, work / FISHER_FILE)
-        record.keep(_KEY, work, FISHER_FILE)
+        record.keep(work, FISHER_FILE)
     return found
 
 
@@ -233,17 +235,3 @@ def _nats(model: Any, fused: FusedHead | None, batch: Mapping[str, Tensor]) -> T
         return fused.nats(labels, **given)
     logits = model(**given, use_cache=False).logits.float().flatten(0, 1)
     return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-
-
-def _given_out(kept: Mapping[str, Tensor] | None, name: str, parameter: nn.Parameter) -> Tensor:
-    """Return on every process the first process's tensor `kept[name]`, or this process's shard of it."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    from surgeon.training.processes.sharding import dealt_out
-
-    whole = torch.empty(parameter.shape) if kept is None else kept[name]
-    whole = whole.to(parameter.device)
-    if not isinstance(parameter, DTensor) and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.broadcast(whole, 0)
-    return dealt_out(whole, parameter)

@@ -116,13 +116,14 @@ class Gate(Remedy):
         from surgeon.training.trainable.trainable_set import StoredNames
 
         stored = StoredNames(model, (*run.out.tensors, *self.fitted))
-        dtypes = {}
+        dtypes, names = {}, []
         for name in self.fitted:
             in_memory = stored.alone(name)
             assert in_memory is not None, name
-            dtypes[in_memory] = stored_dtype(run.out.tensors[name].dtype)
+            names.append(in_memory)
+            dtypes[in_memory.rpartition(".")[2]] = stored_dtype(run.out.tensors[name].dtype)
         fit_gate(model, run, dtypes, self._recalled())
-        return list(dtypes)
+        return names
 
     def _recalled(self) -> Sequence[Document]:
         """Return the documents that the model wrote for the fit; empty where it wrote none."""

@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from surgeon.common.distributed import Ranks
+import numpy as np
+
+from surgeon.common.distributed import Ranks, summed
 from surgeon.common.formatting import size
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput, printable
@@ -157,13 +159,8 @@ class Kl(Remedy):
             # This replaces the lookup that training makes.
             found = self.preserving.top(batches[0], self.cached.k)
             self.preserving.said = lambda *_: found
-        counts = [int(self.preserving.counted(batch).sum()) for batch in batches]
-        if Ranks.of_environment().size > 1:
-            import torch
-
-            summed = torch.tensor(counts, device=self.preserving.model.device)
-            torch.distributed.all_reduce(summed)
-            counts = summed.tolist()
+        own = np.array([int(self.preserving.counted(batch).sum()) for batch in batches])
+        counts = summed(own, Ranks.of_environment().size, self.preserving.model.device).tolist()
         total = sum(counts)
         self._shares = [(total, here > 0, batch) for here, batch in zip(counts, batches, strict=True)]
         # Adds 1 where some token counts.

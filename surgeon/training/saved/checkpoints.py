@@ -1,7 +1,7 @@
 """A run's checkpoints; a checkpoint counts only while its files are exactly those that were written, byte for byte.
 
-A checkpoint's `complete.json`, written last, has the digests of its files. `run.json`, the run's record, has the digest
-of each `complete.json`. It is signed, and counts only where this user wrote it, in this place.
+`run.json`, the run's record, has the digests of the files of each checkpoint, and is written after them. It is signed,
+and counts only where this user wrote it, in this place.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from surgeon.common.signed import Signed, read_signed, write_signed
-from surgeon.common.work_folders import read_own, sync, write_durably
+from surgeon.common.work_folders import sync
 from surgeon.errors import BadInput, printable
 
-COMPLETE_FILE = "complete.json"
 RUN_FILE = "run.json"
 # The file of transformers' Trainer that has the log.
 STATE_FILE = "trainer_state.json"
@@ -38,14 +36,14 @@ class RunRecord:
     """The content of `run.json`.
 
     `fingerprint` is the digest of all that the run's numbers depend on. `first` has the held-out losses before the
-    first step (None: not measured yet). `checkpoints` has by step the digest of the checkpoint's `complete.json`, and
-    `kept` by a remedy's key the digest of the files that it keeps. `decided` has the numbers that this machine's speed
-    and memory decided: those of a `Budget`, and `micro_batch`.
+    first step (None: not measured yet). `checkpoints` has by step the digests of the checkpoint's files, by name, and
+    `kept` the digests of files that remedies keep in the work folder. `decided` has the numbers that this machine's
+    speed and memory decided: those of a `Budget`, and `micro_batch`.
     """
 
     fingerprint: str
     first: dict[str, float] | None = None
-    checkpoints: dict[str, str] = field(default_factory=dict)
+    checkpoints: dict[str, dict[str, str]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     decided: dict[str, Any] = field(default_factory=dict)
 
@@ -63,7 +61,8 @@ class RunRecord:
             if signed is None:
                 return None
             record = cls(**signed.data)
-            texts = [record.fingerprint, *record.kept.values(), *record.checkpoints.values()]
+            texts = [record.fingerprint, *record.kept.values()]
+            texts += [digest for files in record.checkpoints.values() for digest in files.values()]
             numbers = [*(record.first or {}).values(), *map(float, record.decided.values())]
             if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, float) for n in numbers):
                 raise TypeError("it is no record of a run")
@@ -74,18 +73,18 @@ class RunRecord:
             ) from None
         return record, signed
 
-    def has_kept(self, key: str, work: Path, *files: str) -> bool:
-        """Return whether files of the work folder exist with the digest that `keep` recorded under the key."""
+    def has_kept(self, work: Path, *files: str) -> bool:
+        """Return whether files of the work folder exist with the digests that `keep` recorded."""
         try:
-            return key in self.kept and self.kept[key] == _digest_of(work, files)
+            return all(self.kept.get(name) == file_digest(work / name) for name in files)
         except OSError:
             return False
 
-    def keep(self, key: str, work: Path, *files: str) -> None:
-        """Flush files of the work folder, and record their digest under the key."""
+    def keep(self, work: Path, *files: str) -> None:
+        """Flush files of the work folder, and record their digests."""
         for name in files:
             sync(work / name)
-        self.kept[key] = _digest_of(work, files)
+        self.kept |= _digests(work, files)
         self.write(work)
 
     def write(self, work: Path) -> None:
@@ -122,19 +121,14 @@ def damage(checkpoint: Path, record: RunRecord) -> str | None:
     """Return in words why a checkpoint does not count; None where it counts."""
     shown = printable(checkpoint.name)
     recorded = record.checkpoints.get(str(step_of(checkpoint)))
+    if recorded is None:
+        return f"{shown} is not complete, or not this run's"
     try:
-        marker = read_own(checkpoint / COMPLETE_FILE)
-        if recorded is None or marker is None:
-            return f"{shown} is not complete, or not this run's"
-        if hashlib.sha256(marker).hexdigest() != recorded:
-            return f"{shown}/{COMPLETE_FILE} is not the one that was written"
-        files: dict[str, str] = json.loads(marker)["files"]
-        there = {path.name for path in checkpoint.iterdir()} - {COMPLETE_FILE}
-        if differing := sorted(files.keys() ^ there):
-            missing = differing[0] in files
+        if differing := sorted(recorded.keys() ^ {path.name for path in checkpoint.iterdir()}):
+            missing = differing[0] in recorded
             return f"{shown}/{printable(differing[0])} {'is missing' if missing else 'was not written by the run'}"
-        changed = sorted(name for name, digest in _digests(checkpoint, files).items() if digest != files[name])
-    except (OSError, BadInput) as error:
+        changed = sorted(name for name, digest in _digests(checkpoint, recorded).items() if digest != recorded[name])
+    except OSError as error:
         return f"{shown} cannot be read ({printable(str(error))})"
     return f"{shown}/{printable(changed[0])} is not what was written" if changed else None
 
@@ -169,18 +163,12 @@ def complete(checkpoint: Path, step: int, best: int | None = None) -> None:
     The checkpoint of the step `best` is not removed.
     """
     work, names = checkpoint.parent, [path.name for path in checkpoint.iterdir()]
-    with ThreadPoolExecutor(1, thread_name_prefix="flush") as flusher:
-        # Hashing needs the processor and flushing the disk, so both run at the same time.
-        flushed = [flusher.submit(sync, checkpoint / name) for name in names]
-        digests = _digests(checkpoint, names)
-        for each in flushed:
-            each.result()
-    marker = json.dumps({"step": step, "files": digests}).encode()
-    write_durably(checkpoint / COMPLETE_FILE, marker)
-    sync(work)
+    for path in (*(checkpoint / name for name in names), checkpoint, work):
+        sync(path)
+    digests = _digests(checkpoint, names)
     record = RunRecord.read(work)
     assert record is not None
-    record.checkpoints[str(step)] = hashlib.sha256(marker).hexdigest()
+    record.checkpoints[str(step)] = digests
     old = [folder for folder in _folders(work) if str(step_of(folder)) in record.checkpoints][:-KEPT]
     old = [folder for folder in old if step_of(folder) != best]
     for folder in old:
@@ -195,12 +183,7 @@ def _folders(work: Path) -> list[Path]:
     return sorted((path for path in work.glob("checkpoint-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
-def _digest_of(work: Path, files: Iterable[str]) -> str:
-    """Return one digest of several files, computed from their digests."""
-    return hashlib.sha256("".join(file_digest(work / name) for name in files).encode()).hexdigest()
-
-
-def _digests(folder: Path, names: Any) -> dict[str, str]:
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 of the files `names` in a folder, by name."""
     return {name: file_digest(folder / name) for name in names}
 

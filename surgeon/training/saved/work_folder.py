@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from surgeon._version import __version__
+from surgeon.common.cache import digest_of
 from surgeon.common.signed import check_own
 from surgeon.common.work_folders import WorkFolder, working_in
 from surgeon.errors import BadInput, printable
@@ -106,4 +105,4 @@ def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str
         "tensors": held,
         "data": [documents.identity() for documents in data.documents],
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest_of(content)

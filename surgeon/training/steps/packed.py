@@ -44,14 +44,13 @@ def builds_no_mask(model: Any) -> bool:
 
     This is so for every flash attention, kernels of the Hub, and implementations registered without a mask function.
     """
-    config = model.config.get_text_config()
     # These always make masks. They are not tried out, because flex attention would compile its mask.
-    if getattr(config, "_attn_implementation", None) in (None, *_MASKED):
+    if implementation_of(model) in _MASKED:
         return False
     positions = torch.tensor([[0, 1, 0, 1]], device=model.device)
     embedded = torch.zeros(1, 4, 1, dtype=model.dtype, device=model.device)
     # No mask and no cache, as positional arguments: their names differ between versions of transformers.
-    return create_causal_mask(config, embedded, None, None, position_ids=positions) is None
+    return create_causal_mask(model.config.get_text_config(), embedded, None, None, position_ids=positions) is None
 
 
 def run_in_one_row(model: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,10 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging as transformers_logging
 
 from surgeon.common.distributed import is_sharded
-from surgeon.data.packing import ALONE, NUMBERS, Batches
+from surgeon.common.listener import Stopwatch
+from surgeon.data.packing import ALONE, NUMBERS
 from surgeon.errors import Diverged
+from surgeon.training.loading import batches_of
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.processes.sharding import dealt_out, gathered, let_go
 from surgeon.training.run import Run
@@ -71,7 +72,6 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         *,
         run: Run,
         parameters: TrainedParameters,
-        batches: Batches[Any],
         callbacks: Sequence[TrainerCallback],
         fused: FusedHead | None,
     ) -> None:
@@ -82,7 +82,6 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             args: the arguments of transformers' Trainer.
             run: the run: its numbers, its texts and its remedies.
             parameters: the parameters that train, and others that are published.
-            batches: the micro-batches of this process.
             callbacks: callbacks for transformers' Trainer.
             fused: the head that computes the loss without logits; None: the model itself computes it.
         """
@@ -94,10 +93,9 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.control: Any
         self.run = run
         self.parameters = parameters
-        self.batches = batches
         self.fused = fused
-        # Seconds spent on evaluations and checkpoints.
-        self.aside = 0.0
+        # Counts the time of evaluations and checkpoints, which is not time of steps.
+        self.aside = Stopwatch()
         # The sum of the losses of a step's micro-batches.
         self._total = torch.zeros((), device=args.device)
         if not run.objective.packs:
@@ -107,7 +105,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     def get_train_dataloader(self) -> Any:
         """Return the batches; none is fetched before the step that trains on it."""
-        return self.batches
+        return batches_of(self.run)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make AdamW, unless it exists, and check that it has exactly the parameters that train: the last such check.
@@ -197,7 +195,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure and log the figures of every source's held-out sequences, as `eval_NAME_loss` and the like."""
-        with self._aside():
+        with self.aside.stage("evaluations"):
             found = self.figures()
         metrics = {f"eval_{name}_{key}": value for name, figures in found.items() for key, value in figures.items()}
         self.log(dict(metrics))
@@ -248,25 +246,16 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         source = self.run.loaded.config.keep_best
         return None if source is None else best_step(self.state.log_history, source)
 
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Add the time spent within the context to `aside`, as it is not time of steps."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.aside += time.perf_counter() - begun
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint of this step; the first process adds the data's state and its digests."""
         step = self.state.global_step
-        with self._aside():
+        with self.aside.stage("checkpoints"):
             super()._save_checkpoint(model, trial)
             if self.args.world_size > 1:
                 torch.distributed.barrier()
             if self.args.should_save:
                 folder = Path(self.args.output_dir) / f"checkpoint-{step}"
-                (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
+                (folder / DATA_FILE).write_text(json.dumps(self.run.data.mixture.state()), encoding="utf-8")
                 complete(folder, step, self._best_step())
 
 

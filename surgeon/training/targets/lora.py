@@ -261,13 +261,14 @@ def _modules(model: Any, wanted: Sequence[str], base_names: Iterable[str]) -> di
 
     Raises BadInput for a tensor that is no such weight, or is tied to another one.
     """
+    from accelerate.utils import find_tied_parameters
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     from surgeon.training.trainable.trainable_set import StoredNames
 
     stored = StoredNames(model, (*base_names, *wanted))
-    shared = _shared(model)
+    shared = {name for same in find_tied_parameters(model) for name in same}
     found: dict[str, Any] = {}
     for name in wanted:
         parameter = stored.alone(name)
@@ -285,14 +286,6 @@ def _modules(model: Any, wanted: Sequence[str], base_names: Iterable[str]) -> di
             )
         found[parameter.removesuffix(_WEIGHT)] = module
     return found
-
-
-def _shared(model: nn.Module) -> set[str]:
-    """Return the names of parameters that have more than one name (tied weights)."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name for same in names.values() if len(same) > 1 for name in same}
 
 
 def _begin(parameter: nn.Parameter, dtype: torch.dtype, drawn_by: str) -> None:

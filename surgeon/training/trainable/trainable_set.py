@@ -7,7 +7,7 @@ transformers converts between them when it loads and when it saves. This module 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -154,26 +154,27 @@ def hold_fixed(model: nn.Module, wanted: TrainableSet, *, tensors: Mapping[str, 
     then exactly zero, and the fixed numbers do not change. `tensors` are all tensors of the checkpoint. In a parameter
     that transformers converts, or makes from several tensors, the fixed part is what the fixed parts on disk become.
     """
-    stored = StoredNames(model, (*tensors, *wanted.names)) if wanted.fixed else None
     held: dict[str, int] = {}
+    if not wanted.fixed:
+        return held
+    stored = StoredNames(model, (*tensors, *wanted.names))
     parameters = dict(model.named_parameters())
     for name in wanted.names:
-        if stored is None or name not in wanted.fixed:
-            continue
-        for target in stored.targets(name):
+        for target in stored.targets(name) if name in wanted.fixed else ():
             # Tied embeddings have two names, of which `named_parameters` has one.
             if target not in parameters or target in held:
                 continue
             if stored.alone(name) == target:
                 fixed = wanted.fixed[name]
                 held[target] = fixed.size
-                parameters[target].register_hook(_without(fixed))  # type: ignore[no-untyped-call]
+                hook = partial(_without, fixed=fixed)
             else:
                 sources = {each: tensors[each].shape for each in stored.sources(target)}
                 still = ~_made_of_parts(model, target, sources, wanted.fixed).to(parameters[target].device)
                 held[target] = int(still.sum())
                 hook = partial(Tensor.masked_fill, mask=still, value=0.0)
-                parameters[target].register_hook(hook)  # type: ignore[no-untyped-call]
+            # The gradient is changed before it is accumulated, clipped or reduced.
+            parameters[target].register_hook(hook)  # type: ignore[no-untyped-call]
     return held
 
 
@@ -189,17 +190,12 @@ def _made_of_parts(
     return made.bool()
 
 
-def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
-    """Return a hook that zeroes the gradient of the fixed parts, before it is accumulated, clipped or reduced."""
-
-    def hook(gradient: Tensor) -> Tensor:
-        """Return a copy of the gradient with zeros in the fixed parts."""
-        gradient = gradient.clone()
-        for part in fixed.slices:
-            gradient[part] = 0
-        return gradient
-
-    return hook
+def _without(gradient: Tensor, fixed: Fixed) -> Tensor:
+    """Return a copy of the gradient with zeros in the fixed parts."""
+    gradient = gradient.clone()
+    for part in fixed.slices:
+        gradient[part] = 0
+    return gradient
 
 
 def check_set(model: nn.Module, wanted: Iterable[str], *, optimizer: Any = None) -> None:
