@@ -60,11 +60,6 @@ _FURTHER = re.compile(r"(?:^|\.)mtp\w*\.")
 _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", "U8"))
 
 
-def within(name: str, block: str) -> bool:
-    """Return whether a module or tensor of a layer belongs to `block`, written as `Derivation.blocks` returns it."""
-    return any(name == path or name.startswith(f"{path}.") for path in block.split())
-
-
 @dataclass(frozen=True)
 class LayerKind:
     """A kind of layers: the `parts` that each contains, and the values to store, by suffix, that silence such a layer.

@@ -62,14 +62,13 @@ def anatomy_of(
     _check_floats(names, {n: info for n, info in tensors.items() if not is_scale(config, n)}, found.skeleton)
     count = len(found.kind_of)
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
-    firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
-    packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
+    packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in found.firsts)
     sizes = found.skeleton.sizes
     prefix = _prefix(names.stem, found.skeleton)
     _check_grafts(grafts, bank, count, prefix)
     kinds = tuple(
         _kind(found, kind, first, names, without_scales(names.layers[first], config), layers[first], packed[kind])
-        for kind, first in enumerate(firsts)
+        for kind, first in enumerate(found.firsts)
     )
     seen = Seen(config, found, names, packed, tuple(kind.parts for kind in kinds))
     return Anatomy(

@@ -284,7 +284,7 @@ def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
 
     twin = twin_of(json.loads(kept), heads=heads)
     found: list[set[str]] = [set() for _ in twin.layers]
-    handles = []
+    handles = contextlib.ExitStack()
     for layer, others in zip(twin.layers, found, strict=True):
         own = [0]
 
@@ -297,16 +297,14 @@ def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
             if (given[0] if given else next(iter(named.values()))).shape[:-1].numel() != own[0]:
                 others.add(name)
 
-        handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+        handles.enter_context(layer.register_forward_pre_hook(begins, with_kwargs=True))
         for name, module in layer.named_modules():
             if _linear_shape(module) is not None:
                 hook = partial(runs, own=own, name=name, others=others)
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                handles.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
     # A model that cannot run with a cache is detected and refused elsewhere.
-    with one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
+    with handles, one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
         run_cached(twin, some_tokens(twin))
-    for handle in handles:
-        handle.remove()
     return tuple(map(frozenset, found))
 
 
@@ -318,8 +316,7 @@ def composition_for(kept: str) -> Composition:
     """
     config = json.loads(kept)
     found = derive(config)
-    firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
-    return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+    return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), found.firsts)
 
 
 @lru_cache(maxsize=2)

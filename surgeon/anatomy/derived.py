@@ -49,6 +49,11 @@ class Derived:
     seconds: float
 
     @property
+    def firsts(self) -> list[int]:
+        """The lowest layer of each kind."""
+        return [self.kind_of.index(kind) for kind in range(len(self.titles))]
+
+    @property
     def evidence(self) -> str:
         """The findings in one line."""
         if self.skeleton.encoder:
