@@ -14,7 +14,7 @@ from typing import Any
 from surgeon.anatomy.derivation import Derivation
 from surgeon.anatomy.family import Family, Packed, Part, Sizes
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
-from surgeon.errors import printable
+from surgeon.common.formatting import listed
 from surgeon.grafts.kinds import Kind
 from surgeon.grafts.registry import kinds
 from surgeon.runtime.rules import BRANCH
@@ -282,6 +282,4 @@ def in_branch(suffix: str) -> bool:
 
 def without_a_place(names: Sequence[str]) -> str:
     """Return a line that names tensors for which the model has no place."""
-    shown = ", ".join(printable(name) for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"the model has no place for {shown}{more}: carried along byte for byte, computing nothing"
+    return f"the model has no place for {listed(names, 3)}: carried along byte for byte, computing nothing"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,12 @@ from surgeon.anatomy.skeleton import Skeleton
 from surgeon.anatomy.widening import flat_fields
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
+from surgeon.operations.growing import KEYS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 HIDDEN = "hidden_size"
-KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
 # How an axis may be divided: into queries, keys and values, into blocks as wide as the stream, or not at all.
 _SPLITS = ("heads", "hidden", "whole")
 _MOST_TRIALS = 16

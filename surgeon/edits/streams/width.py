@@ -31,8 +31,9 @@ from surgeon.anatomy.twin import WIDTHS, shrunk, twin_of_small
 from surgeon.anatomy.widening import flat_fields
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
-from surgeon.edits.streams.sides import HIDDEN, KEYS, Probe, heads_of
+from surgeon.edits.streams.sides import HIDDEN, Probe, heads_of
 from surgeon.errors import BadInput, printable
+from surgeon.operations.growing import KEYS
 
 # Fields of a wider model's config; growing axes by suffix, for each kind of layers; growing axes outside the layers.
 Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
