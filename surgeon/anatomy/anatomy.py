@@ -14,7 +14,7 @@ from typing import Any
 from surgeon.anatomy.derivation import Derivation
 from surgeon.anatomy.family import Family, Packed, Part, Sizes
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
-from surgeon.errors import printable
+from surgeon.common.formatting import listed
 from surgeon.grafts.kinds import Kind
 from surgeon.grafts.registry import kinds
 from surgeon.runtime.rules import BRANCH
@@ -58,11 +58,6 @@ _FURTHER = re.compile(r"(?:^|\.)mtp\w*\.")
 
 # The quantised dtypes whose numbers surgeon cannot read in any layout.
 _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", "U8"))
-
-
-def within(name: str, block: str) -> bool:
-    """Return whether a module or tensor of a layer belongs to `block`, written as `Derivation.blocks` returns it."""
-    return any(name == path or name.startswith(f"{path}.") for path in block.split())
 
 
 @dataclass(frozen=True)
@@ -287,6 +282,4 @@ def in_branch(suffix: str) -> bool:
 
 def without_a_place(names: Sequence[str]) -> str:
     """Return a line that names tensors for which the model has no place."""
-    shown = ", ".join(printable(name) for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"the model has no place for {shown}{more}: carried along byte for byte, computing nothing"
+    return f"the model has no place for {listed(names, 3)}: carried along byte for byte, computing nothing"

@@ -16,7 +16,7 @@ from surgeon.anatomy.growth import layer_axis
 from surgeon.anatomy.mixture import groups_of
 from surgeon.anatomy.names import Names, made_of, match, saved_names, under_base
 from surgeon.anatomy.own_classes import trusted
-from surgeon.anatomy.quantised import check_stored, is_scale, packed_of, quantizer_of, without_scales
+from surgeon.anatomy.quantised import check_stored, is_scale, packed_of, quantizer_of
 from surgeon.anatomy.roles import InMemory, with_roles
 from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.silence import Silence
@@ -62,14 +62,12 @@ def anatomy_of(
     _check_floats(names, {n: info for n, info in tensors.items() if not is_scale(config, n)}, found.skeleton)
     count = len(found.kind_of)
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
-    firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
-    packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
+    packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in found.firsts)
     sizes = found.skeleton.sizes
     prefix = _prefix(names.stem, found.skeleton)
     _check_grafts(grafts, bank, count, prefix)
     kinds = tuple(
-        _kind(found, kind, first, names, without_scales(names.layers[first], config), layers[first], packed[kind])
-        for kind, first in enumerate(firsts)
+        _kind(found, kind, first, names, config, layers[first], packed[kind]) for kind, first in enumerate(found.firsts)
     )
     seen = Seen(config, found, names, packed, tuple(kind.parts for kind in kinds))
     return Anatomy(
@@ -260,12 +258,14 @@ def _kind(
     kind: int,
     first: int,
     names: Names,
-    stored: Mapping[str, tuple[str, ...]],
+    config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     packed: Mapping[str, Packed],
 ) -> LayerKind:
     """Return the contents of a kind of layers; layer `first` is the lowest of this kind."""
     silence = found.silence[kind]
+    # A scale is copied together with the tensor that it scales.
+    stored = {suffix: targets for suffix, targets in names.layers[first].items() if not is_scale(config, suffix)}
     parts: list[Part] = []
     for suffix, targets in stored.items():
         info = tensors[suffix]

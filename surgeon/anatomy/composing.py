@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from surgeon.anatomy.silence import captured, some_tokens
+from surgeon.anatomy.silence import captured, first_calls, some_tokens
 from surgeon.anatomy.skeleton import BASE, CAUSAL, IMAGE_TEXT, Skeleton, auto_of, classes_of
 from surgeon.anatomy.stream_blocks import Block, blocks_in, mixes, modules_in, norms_sum, told_class, watched
 from surgeon.common.devices import one_thread
@@ -280,20 +280,11 @@ def _first_position(twin: Skeleton) -> int:
     """Return the first position that the model passes to its decoder, 0 if it passes none; PaliGemma counts from 1."""
     import torch
 
-    firsts: list[int] = []
-
-    def hook(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """Record the first of the decoder's `position_ids`; 0 where it gets none, or not one list per text."""
-        positions = given.get("position_ids")
-        firsts.append(int(positions[0, 0]) if isinstance(positions, torch.Tensor) and positions.dim() == 2 else 0)
-
-    handle = twin.model.get_submodule(twin.holder).register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        with torch.no_grad(), one_thread():
-            twin.model(input_ids=some_tokens(twin), use_cache=False)
-    finally:
-        handle.remove()
-    return next(iter(firsts), 0)
+    with torch.no_grad(), one_thread(), first_calls([twin.model.get_submodule(twin.holder)]) as calls:
+        twin.model(input_ids=some_tokens(twin), use_cache=False)
+    positions = next((call.kwargs.get("position_ids") for call in calls.values()), None)
+    # Not every decoder gets one list of positions per text.
+    return int(positions[0, 0]) if isinstance(positions, torch.Tensor) and positions.dim() == 2 else 0
 
 
 def activation_in(twin: Skeleton, block: nn.Module) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from surgeon.anatomy.family import OWN_CONFIG
@@ -36,6 +36,7 @@ OF_ACTIVATIONS = (
 )
 BESIDE = (SCALE, ZERO, ORDER, SHAPE, *OF_ACTIVATIONS)
 _WORD = 32
+_FULL_ONES = "operate on the full-precision weights"
 
 
 @dataclass(frozen=True)
@@ -88,17 +89,15 @@ class Pack:
 
 @dataclass(frozen=True)
 class _Group:
-    """One of `config_groups`: the modules that it applies to, and how their weights are coded."""
+    """One of `config_groups`: the modules that it applies to, and how their weights are coded.
+
+    A 0 in the code's `block` stands for a matrix's whole axis.
+    """
 
     name: str
     targets: tuple[str, ...]
     format: str
-    bits: int
-    floating: bool
-    symmetric: bool
-    strategy: str
-    group: int
-    block: tuple[int, int]
+    code: Code
 
 
 def packs_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Pack]:
@@ -111,7 +110,7 @@ def packs_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> di
     settings = quantisation(config)
     if settings is None or settings["quant_method"] != COMPRESSED:
         return {}
-    groups, ignored = _groups(settings), _texts(settings, "ignore")
+    groups, ignored = list(_groups(settings)), _texts(settings, "ignore")
     matcher = Matcher(f"config.json: `{QUANTISATION}`")
 
     def fits(target: str, module: str) -> bool:
@@ -218,7 +217,7 @@ def _pack(module: str, info: TensorInfo, group: _Group, tensors: Mapping[str, Te
             f"{_place(info)}: group `{printable(group.name)}` of config.json's `{QUANTISATION}` is in the format"
             f" {group.format}, which stores no such tensor; {ANOTHER}"
         )
-    wanted = "I32" if packed else "F8_E4M3" if group.floating else "I8"
+    wanted = "I32" if packed else "F8_E4M3" if group.code.floating else "I8"
     if info.dtype != wanted or len(info.shape) != 2 or 0 in info.shape:
         raise BadInput(
             f"{_place(info)}: {info.dtype} {list(info.shape)}; a matrix in {group.format} is {wanted}, rows by columns"
@@ -227,16 +226,17 @@ def _pack(module: str, info: TensorInfo, group: _Group, tensors: Mapping[str, Te
     if scales is None:
         raise BadInput(f"{_place(info)}: {info.dtype}, yet no {printable(module + SCALE)} beside it; {ANOTHER}")
     shape = (info.shape[0], _columns(info, scales, group))
-    code = _code(shape, group)
+    rows, columns = group.code.block
+    code = replace(group.code, block=(rows or shape[0], columns or shape[1]))
     if packed and info.shape[1] != code.words(shape[1]):
         raise BadInput(
-            f"{_place(info)}: {info.shape[1]} words a row, where {shape[1]} columns of {group.bits} bits take"
+            f"{_place(info)}: {info.shape[1]} words a row, where {shape[1]} columns of {code.bits} bits take"
             f" {code.words(shape[1])}; {ANOTHER}"
         )
     _check_grid(scales, shape, code, FLOAT_DTYPES)
     zeros = _zeros(module, shape, code, group, tensors)
     order, sizes = tensors.get(f"{module}{ORDER}"), tensors.get(f"{module}{SHAPE}")
-    if order is not None and (group.strategy != "group" or order.shape != (shape[1],) or order.dtype not in _WHOLE):
+    if order is not None and (code.strategy != "group" or order.shape != (shape[1],) or order.dtype not in _WHOLE):
         raise BadInput(
             f"{_place(order)}: {order.dtype} {list(order.shape)}, not the groups of {shape[1]} columns; {ANOTHER}"
         )
@@ -252,28 +252,10 @@ def _columns(info: TensorInfo, scales: TensorInfo, group: _Group) -> int:
     """Return how many columns a matrix has, as far as headers determine it."""
     if group.format != _PACKED:
         return info.shape[1]
-    if group.strategy == "group" and scales.shape:
-        return scales.shape[-1] * group.group
+    if group.code.strategy == "group" and scales.shape:
+        return scales.shape[-1] * group.code.block[1]
     # Exact only where a row fills its last word; `weight_shape` is compared when the numbers are read.
-    return info.shape[1] * _WORD // group.bits
-
-
-def _code(shape: tuple[int, int], group: _Group) -> Code:
-    """Return how a matrix of this shape is coded by the settings of its group."""
-    blocks = {
-        "tensor": shape,
-        "channel": (1, shape[1]),
-        "group": (1, group.group),
-        "block": group.block,
-    }
-    return Code(
-        bits=group.bits,
-        floating=group.floating,
-        packed=group.format == _PACKED,
-        symmetric=group.symmetric,
-        strategy=group.strategy,
-        block=blocks[group.strategy],
-    )
+    return info.shape[1] * _WORD // group.code.bits
 
 
 def _check_grid(info: TensorInfo, shape: tuple[int, int], code: Code, dtypes: Any) -> None:
@@ -296,7 +278,7 @@ def _zeros(
     """
     zeros = tensors.get(f"{module}{ZERO}")
     if zeros is None:
-        if not group.symmetric:
+        if not code.symmetric:
             raise BadInput(
                 f"{printable(module + ZERO)}: missing, and group `{printable(group.name)}` of config.json's"
                 f" `{QUANTISATION}` is not symmetric; {ANOTHER}"
@@ -310,12 +292,12 @@ def _zeros(
                 f" {list(wanted)}; {ANOTHER}"
             )
     else:
-        _check_grid(zeros, shape, code, ("F8_E4M3", "BF16") if group.floating else ("I8",))
+        _check_grid(zeros, shape, code, ("F8_E4M3", "BF16") if code.floating else ("I8",))
     return zeros
 
 
-def _groups(settings: Mapping[str, Any]) -> list[_Group]:
-    """Return the groups of a config.json.
+def _groups(settings: Mapping[str, Any]) -> Iterator[_Group]:
+    """Yield the entries of `config_groups` that quantise weights.
 
     Raises BadInput for settings that no format has, or that surgeon does not read.
     """
@@ -325,17 +307,6 @@ def _groups(settings: Mapping[str, Any]) -> list[_Group]:
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _unread("config_groups", groups)
-    return list(_each(settings, groups))
-
-
-_FULL_ONES = "operate on the full-precision weights"
-
-
-def _each(settings: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[_Group]:
-    """Yield the entries of `config_groups` that quantise weights.
-
-    Raises BadInput for an entry or a format that surgeon cannot read.
-    """
     for name, told in groups.items():
         weights = told.get("weights") if isinstance(told, Mapping) else told
         place = f"config_groups.{printable(str(name), 40)}"
@@ -375,17 +346,10 @@ def _group(name: str, place: str, told: Mapping[str, Any], weights: Mapping[str,
     symmetric = weights.get("symmetric", True)
     if type(symmetric) is not bool:
         raise _unread(f"{place}.weights.symmetric", symmetric)
-    return _Group(
-        name=name,
-        targets=tuple(_texts(told, "targets", place)),
-        format=kind,
-        bits=bits,
-        floating=numbers == "float",
-        symmetric=symmetric,
-        strategy=str(strategy),
-        group=size if strategy == "group" and size is not None else 0,
-        block=(block[0], block[1]) if pair and block is not None else (1, 1),
-    )
+    blocks: dict[str, Any] = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size), "block": block}
+    rows, columns = blocks[strategy]
+    code = Code(bits, numbers == "float", kind == _PACKED, symmetric, str(strategy), (rows, columns))
+    return _Group(name, tuple(_texts(told, "targets", place)), kind, code)
 
 
 def _texts(settings: Mapping[str, Any], key: str, place: str = "") -> list[str]:

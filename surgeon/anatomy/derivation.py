@@ -19,14 +19,12 @@ from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.anatomy.growth import grown, layer_axis
 from surgeon.anatomy.inner_spaces import inner_spaces
 from surgeon.anatomy.quantised import left_out, renumbered, skips
-from surgeon.anatomy.rows_of_ids import rows_of_ids
 from surgeon.anatomy.running import run_cached
 from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.silence import some_tokens
 from surgeon.anatomy.skeleton import Skeleton, build
 from surgeon.anatomy.stream_blocks import told_class
 from surgeon.anatomy.twin import twin_of
-from surgeon.anatomy.widening import Growth, growths, inner_fields
 from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.cache import digest_of
 from surgeon.common.devices import one_thread
@@ -174,22 +172,6 @@ class Derivation:
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
     @kept
-    def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
-        """Return config fields that widen every FFN and every expert by `by`, or to a multiple of `multiple_of`.
-
-        Raises BadInput where no known field widens one of them.
-        """
-        return inner_fields(self.seen, by=by, multiple_of=multiple_of)
-
-    @kept
-    def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
-        """Return, for each kind of layers, the tensors that grow with these fields, as `Growth`, by suffix on disk.
-
-        Raises BadInput where a tensor grows in a way that surgeon cannot follow.
-        """
-        return growths(self.seen, fields)
-
-    @kept
     def grafted(
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
     ) -> dict[str, Any]:
@@ -204,7 +186,7 @@ class Derivation:
         made = copy.deepcopy(dict(trunk))
         if twins:
             whole = [*order, *(order[twin] for twin in twins)]
-            made = self._grown(whole, trunk=len(order))
+            made = grown(self.seen.config, self.seen.skeleton, whole, len(order))
             # The quantisation settings name modules of the trunk's layers, whose numbers branches do not change.
             made |= {key: copy.deepcopy(trunk[key]) for key in (QUANTISATION,) if key in trunk}
         made = left_out(made, modules, self.seen.skeleton)
@@ -216,7 +198,7 @@ class Derivation:
 
         `opened` are the numbers of layers that are no longer quantised. Raises BadInput where there is no such config.
         """
-        made = self._grown(order)
+        made = grown(self.seen.config, self.seen.skeleton, order)
         stack = f"{self.seen.skeleton.stack}."
         made = renumbered(self.seen.config, made, order, (self.seen.names.stem, stack))
         before = skips(self.seen.config, self.seen.skeleton)
@@ -231,18 +213,6 @@ class Derivation:
         packed = {index: self.seen.packed[self.seen.derived.kind_of[order[index]]].values() for index in opened}
         modules = dict.fromkeys(f"{stack}{index}.{each.module}" for index in opened for each in packed[index])
         return left_out(made, list(modules), self.seen.skeleton)
-
-    def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
-        """Return a copy of the base's config grown to the layers `order`, as `grown` in growth.py describes."""
-        return copy.deepcopy(grown(self.seen.config, self.seen.skeleton, order, trunk))
-
-    @kept
-    def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
-        """Return the tensors with one row for each of the vocabulary's `rows`; True for input embeddings.
-
-        Raises BadInput where a tensor other than embeddings and output head grows with the vocabulary.
-        """
-        return rows_of_ids(self.seen, rows)
 
     @kept
     def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
@@ -284,7 +254,7 @@ def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
 
     twin = twin_of(json.loads(kept), heads=heads)
     found: list[set[str]] = [set() for _ in twin.layers]
-    handles = []
+    handles = contextlib.ExitStack()
     for layer, others in zip(twin.layers, found, strict=True):
         own = [0]
 
@@ -297,16 +267,14 @@ def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
             if (given[0] if given else next(iter(named.values()))).shape[:-1].numel() != own[0]:
                 others.add(name)
 
-        handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+        handles.enter_context(layer.register_forward_pre_hook(begins, with_kwargs=True))
         for name, module in layer.named_modules():
             if _linear_shape(module) is not None:
                 hook = partial(runs, own=own, name=name, others=others)
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                handles.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
     # A model that cannot run with a cache is detected and refused elsewhere.
-    with one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
+    with handles, one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
         run_cached(twin, some_tokens(twin))
-    for handle in handles:
-        handle.remove()
     return tuple(map(frozenset, found))
 
 
@@ -318,8 +286,7 @@ def composition_for(kept: str) -> Composition:
     """
     config = json.loads(kept)
     found = derive(config)
-    firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
-    return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+    return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), found.firsts)
 
 
 @lru_cache(maxsize=2)

@@ -49,6 +49,11 @@ class Derived:
     seconds: float
 
     @property
+    def firsts(self) -> list[int]:
+        """The lowest layer of each kind."""
+        return [self.kind_of.index(kind) for kind in range(len(self.titles))]
+
+    @property
     def evidence(self) -> str:
         """The findings in one line."""
         if self.skeleton.encoder:
@@ -79,7 +84,12 @@ def _derived(kept: str) -> Derived:
     left = skips(config, skeleton)
     kind_of = numbered(list(zip(keys, left, strict=True)))
     firsts = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
-    found, mixed, heads = _unprobed(config, firsts) if skeleton.encoder else _probed(config, firsts)
+    if skeleton.encoder:
+        # No layer is added to an encoder.
+        found, heads = dict.fromkeys(firsts, Silence({}, _NO_LAYERS, {})), _encoder_heads(config)
+        mixed: dict[int, Mixture | None] = dict.fromkeys(firsts)
+    else:
+        found, mixed, heads = _probed(config, firsts)
     return Derived(
         skeleton=skeleton,
         kind_of=tuple(kind_of),
@@ -89,13 +99,6 @@ def _derived(kept: str) -> Derived:
         heads=heads,
         seconds=time.perf_counter() - began,
     )
-
-
-def _unprobed(
-    config: Mapping[str, Any], layers: list[int]
-) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
-    """Return the same results as `_probed` for an encoder, to which no layer is added."""
-    return dict.fromkeys(layers, Silence({}, _NO_LAYERS, {})), dict.fromkeys(layers), _encoder_heads(config)
 
 
 def _encoder_heads(config: Mapping[str, Any]) -> int:

@@ -128,17 +128,10 @@ def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
     layer.
     """
     old, new = len(skeleton.layers), len(built.layers)
-    before, after = (
-        {
-            name: tuple(value.shape)
-            for name, value in each.model.state_dict(keep_vars=True).items()
-            if not name.startswith(f"{each.stack}.")
-        }
-        for each in (skeleton, built)
-    )
-    for name in sorted(before.keys() | after.keys()):
-        one, other = before.get(name), after.get(name)
-        if one == other or (one and other and layer_axis(one, other, old, new) is not None):
+    for name in sorted(skeleton.changes(built)):
+        one, other = skeleton.shapes.get(name), built.shapes.get(name)
+        inside = name.startswith(f"{skeleton.stack}.")
+        if inside or (one and other and layer_axis(one, other, old, new) is not None):
             continue
         change = (
             f"there with {old if one else new} layers, not with {new if one else old}"
@@ -192,9 +185,11 @@ def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -
         for key, value in full.items()
         if key not in part and isinstance(value, list) and len(value) == count and count > 1 and _ENTRIES.search(key)
     }
-    for extra in ({}, derived):
+    for extra in ({}, derived) if derived else ({},):
         whole = dict(part) | extra
-        yield from _unlike(stated, grown_part(whole, count, skeleton.count_key, order), bool(extra))
+        candidate = grown_part(whole, count, skeleton.count_key, order)
+        if not extra or candidate != stated:
+            yield candidate
         if not extra:
             yield from (stated | more for more in _by_chance(part, stated, order, count))
         choices = [
@@ -205,12 +200,6 @@ def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -
         for picked in (*itertools.combinations(choices, 1), *itertools.combinations(choices, 2)):
             if len({key for key, _ in picked}) == len(picked):
                 yield grown_part(whole, count, skeleton.count_key, order, dict(picked))
-
-
-def _unlike(first: dict[str, Any], second: dict[str, Any], later: bool) -> Iterator[dict[str, Any]]:
-    """Yield `second`; yield nothing where `later` is true and both candidates are equal."""
-    if not later or first != second:
-        yield second
 
 
 def _by_chance(

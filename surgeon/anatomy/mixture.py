@@ -129,7 +129,7 @@ def mixtures(twin: Skeleton, layers: list[int]) -> dict[int, Mixture | None]:
 
     Several sets of experts in one layer are not understood. The twin's weights are unchanged afterwards.
     """
-    if not any(_expert_modules(twin.layers[index]) for index in layers):
+    if not any(expert_modules(twin.layers[index]) for index in layers):
         return dict.fromkeys(layers)
     runs, groups = captured(twin, layers), groups_of(twin.text)
     found: dict[int, Mixture | None] = dict.fromkeys(layers)
@@ -141,7 +141,7 @@ def mixtures(twin: Skeleton, layers: list[int]) -> dict[int, Mixture | None]:
     return found
 
 
-def _expert_modules(layer: nn.Module) -> list[str]:
+def expert_modules(layer: nn.Module) -> list[str]:
     """Return the names of a layer's modules with one tensor for the down matrices of all experts."""
     return [
         name
@@ -154,7 +154,7 @@ def _understood(run: Run, groups: int) -> Mixture | None:
     """Return the experts of a layer in the first reading whose symmetries hold; None where there is none."""
     import torch
 
-    modules = _expert_modules(run.layer)
+    modules = expert_modules(run.layer)
     if len(modules) != 1:
         return None
     with torch.no_grad():

@@ -98,7 +98,7 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
     outer: dict[str, str] = {}
     beyond: dict[int, list[str]] = {}
     inside = re.compile(rf"{re.escape(stem)}(0|[1-9]\d{{0,8}})\.(.+)", re.DOTALL)
-    held, shared = skeleton.model.state_dict(keep_vars=True), shared_in(skeleton)
+    held, shared = skeleton.shapes, shared_in(skeleton)
     for name, targets in renamed.items():
         on_disk = inside.fullmatch(name)
         if on_disk is None:
@@ -258,9 +258,6 @@ def as_loaded(model: Any, tensors: Mapping[str, Any], names: Iterable[str]) -> d
     """
     import torch
     from torch import nn
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
 
     owners = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
     before = {name: owner._parameters[key] for name, (owner, key) in owners.items()}
@@ -270,15 +267,24 @@ def as_loaded(model: Any, tensors: Mapping[str, Any], names: Iterable[str]) -> d
         empty = before[name]
         assert empty is not None, name
         owner._parameters[key] = nn.Parameter(torch.empty(empty.shape, dtype=kind, device="meta"), requires_grad=False)
-    mapping = get_model_conversion_mapping(model)
     try:
-        with quiet_transformers():
-            options = LoadStateDictConfig(device_map={"": "cpu"}, dtype=kind, weight_mapping=mapping)
-            convert_and_load_state_dict_in_model(model, dict(tensors), options, None)
+        _load(model, tensors, "cpu", kind)
         return {name: owner._parameters[key].data for name, (owner, key) in owners.items()}
     finally:
         for name, (owner, key) in owners.items():
             owner._parameters[key] = before[name]
+
+
+def _load(model: Any, tensors: Mapping[str, Any], device: str, dtype: Any, quantizer: Any = None) -> Any:
+    """Have transformers load `tensors` (by names on disk) into `model`, and return its report."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    options = LoadStateDictConfig(device_map={"": device}, dtype=dtype, hf_quantizer=quantizer, weight_mapping=mapping)
+    with quiet_transformers():
+        return convert_and_load_state_dict_in_model(model, dict(tensors), options, None)[0]
 
 
 def _base(model: Any) -> str:
@@ -360,12 +366,6 @@ def words_of(model: Any) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in model.named_modules() if head is not None and module is head)
 
 
-def _has_no_words(model: Any, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Return whether a decoder was saved without a head, or with one that returns no logits over the vocabulary."""
-    base = _base(model)
-    return not any(name.startswith(base) for name in tensors) or any(name.startswith(_OTHER_HEADS) for name in tensors)
-
-
 def _check_loads(
     skeleton: Skeleton,
     kinds: Sequence[int],
@@ -387,7 +387,7 @@ def _check_loads(
     vocabulary = model.config.get_text_config().vocab_size
     for target, *_ in sorted(loaded.mismatched_keys):
         name = next(name for name, targets in renamed.items() if target in targets)
-        found, required = tensors[name].shape, tuple(model.state_dict(keep_vars=True)[target].shape)
+        found, required = tensors[name].shape, skeleton.shapes[target]
         padded = name in outer and required == (vocabulary, *found[1:])
         raise BadInput(
             f"{printable(name)} ({tensors[name].file}): shape {list(found)}, the config requires {list(required)}; "
@@ -418,23 +418,13 @@ def _loaded(model: Any, infos: Mapping[str, TensorInfo], quantizer: Any) -> Any:
     Raises BadInput where transformers cannot load them.
     """
     import torch
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
 
     quantised = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8}
     given = {
         name: torch.empty(info.shape, dtype=quantised.get(info.dtype), device="meta") for name, info in infos.items()
     }
-    options = LoadStateDictConfig(
-        device_map={"": "meta"},
-        dtype=torch.float32,
-        hf_quantizer=quantizer,
-        weight_mapping=get_model_conversion_mapping(model, hf_quantizer=quantizer),
-    )
     try:
-        with quiet_transformers():
-            return convert_and_load_state_dict_in_model(model, given, options, None)[0]
+        return _load(model, given, "meta", torch.float32, quantizer)
     except LOAD_FAILURES as error:
         raise BadInput(f"transformers cannot load these tensors ({first_line(error)}); {ANOTHER}") from error
 
@@ -448,7 +438,9 @@ def _check_all_there(
     others = f"{skeleton.stack}."
     tied = set(model.all_tied_weights_keys)
     base, words = _base(model), words_of(model)
-    without_words = _has_no_words(model, tensors)
+    # Saved without a head, or with one that returns no logits over the vocabulary.
+    without_words = not any(name.startswith(base) for name in tensors)
+    without_words |= any(name.startswith(_OTHER_HEADS) for name in tensors)
     for target in sorted(set(missing) - tied):
         # An encoder may lack its head, and only a head reads the pooler.
         if skeleton.encoder and (not target.startswith(base) or "pooler." in target):

@@ -83,11 +83,6 @@ def _shapes() -> type[Any]:
     return Shapes
 
 
-def without_scales(stored: Mapping[str, tuple[str, ...]], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the tensors of a layer without its scales; a scale is copied together with the tensor that it scales."""
-    return {suffix: targets for suffix, targets in stored.items() if not is_scale(config, suffix)}
-
-
 def check_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> None:
     """Raise BadInput for a quantised tensor without its scales, or of a dtype that the config's method does not use."""
     settings = quantisation(config)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from surgeon.anatomy.derivation import Derivation, kept
 from surgeon.anatomy.family import with_fields
 from surgeon.anatomy.growth import part_of
-from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.skeleton import Skeleton, build
 from surgeon.errors import BadInput, printable
 
@@ -21,12 +21,13 @@ def vocabulary_fields(part: Mapping[str, Any], rows: int) -> list[str]:
     return [VOCABULARY_KEY, *(key for key in part if key.startswith(f"{VOCABULARY_KEY}_") and part[key] == rows)]
 
 
-def rows_of_ids(seen: Seen, rows: int) -> dict[str, bool]:
-    """Return the tensors that have a row per id, by name on disk; True for input embeddings.
+@kept
+def rows_of_ids(base: Derivation, rows: int) -> dict[str, bool]:
+    """Return the tensors with one row for each of the vocabulary's `rows`, by name on disk; True for input embeddings.
 
-    Raises BadInput where another tensor has such rows.
+    Raises BadInput where a tensor other than embeddings and output head grows with the vocabulary.
     """
-    skeleton = seen.skeleton
+    seen, skeleton = base.seen, base.seen.skeleton
     fields = vocabulary_fields(part_of(seen.config, skeleton.path), rows)
     others = _other_embeddings(skeleton, fields)
     # A round number of added ids, so that padding inside the model stays the same.

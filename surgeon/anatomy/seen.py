@@ -33,8 +33,7 @@ class Seen:
     @property
     def firsts(self) -> list[tuple[int, Mapping[str, tuple[str, ...]]]]:
         """For each kind of layers, its lowest layer, and that layer's names in memory by suffix on disk."""
-        lowest = (self.derived.kind_of.index(kind) for kind in range(len(self.parts)))
-        return [(index, self.names.layers[index]) for index in lowest]
+        return [(index, self.names.layers[index]) for index in self.derived.firsts]
 
     def places(self, kind: int) -> dict[str, str]:
         """Return names in memory, by suffix, of a kind's tensors that are the same in memory as on disk."""

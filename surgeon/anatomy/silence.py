@@ -9,9 +9,10 @@ bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def _short(names: list[str]) -> list[str]:
 
 @dataclass
 class Run:
-    """A layer with the arguments that it got in a run of the model."""
+    """A layer, or another module, with the arguments that it got in a run of the model."""
 
     layer: nn.Module
     args: tuple[Any, ...]
@@ -105,39 +106,37 @@ def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
     """
     import torch
 
-    runs: dict[int, Run] = {}
-
-    def keep(index: int) -> Callable[..., None]:
-        """Return a hook that records the first run of layer `index`."""
-
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            """Store the layer with its arguments, unless an earlier run is stored."""
-            # Copied: layers store keys and values in such mappings for layers above, and each run must see the original
-            # ones.
-            own = {
-                name: copy.copy(value) if isinstance(value, MutableMapping) else value for name, value in kwargs.items()
-            }
-            runs.setdefault(index, Run(layer, args, own))
-
-        return hook
-
-    hooks = [twin.layers[index].register_forward_pre_hook(keep(index), with_kwargs=True) for index in layers]
-    try:
-        with torch.no_grad():
-            output = twin.model(input_ids=some_tokens(twin), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    wanted = {index: twin.layers[index] for index in layers}
+    with torch.no_grad(), first_calls(wanted.values()) as calls:
+        output = twin.model(input_ids=some_tokens(twin), use_cache=False)
     if bool(output[0].isnan().any()):
         raise BadInput("it computes NaN: is a number of config.json NaN, or 0 where something is divided by it?")
-    return runs
+    return {index: calls[layer] for index, layer in wanted.items() if layer in calls}
 
 
-def some_tokens(twin: Skeleton, *, seed: int = 1) -> Tensor:
+@contextlib.contextmanager
+def first_calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Run]]:
+    """Record the arguments of each module's first call in the block, in the order in which modules are called."""
+    calls: dict[nn.Module, Run] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Store the module with its arguments, unless an earlier call is stored."""
+        # Copied: layers store keys and values in such mappings for layers above, and each run must see the original
+        # ones.
+        own = {name: copy.copy(each) if isinstance(each, MutableMapping) else each for name, each in kwargs.items()}
+        calls.setdefault(module, Run(module, args, own))
+
+    with contextlib.ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
+        yield calls
+
+
+def some_tokens(twin: Skeleton) -> Tensor:
     """Return random token ids from a twin's vocabulary, (sequences, positions)."""
     import torch
 
-    draws = torch.Generator().manual_seed(seed)
+    draws = torch.Generator().manual_seed(1)
     return torch.randint(5, min(twin.text.vocab_size, 120), _TOKENS, generator=draws)
 
 
@@ -243,18 +242,8 @@ def _order(run: Run) -> list[str]:
     """Return the layer's parameters in the order in which modules run, first those of modules that are never called."""
     import torch
 
-    ran: list[nn.Module] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _args: ran.append(module) if module not in ran else None)
-        for module in run.layer.modules()
-        if module._parameters
-    ]
-    try:
-        with torch.no_grad():
-            run.output()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), first_calls(module for module in run.layer.modules() if module._parameters) as ran:
+        run.output()
     names = {module: f"{name}." if name else "" for name, module in run.layer.named_modules()}
     apart = [module for module in names if module._parameters and module not in ran]
     return [

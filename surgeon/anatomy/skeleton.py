@@ -204,7 +204,9 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
             " an encoder of text alone"
         )
     stack = _stack(model, text, shown, encoder=encoder)
-    return Skeleton(model.eval(), text, path, stack, _count_key(text), encoder)
+    # Without such a field in config.json, the length of a list gives the number of layers.
+    count_key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    return Skeleton(model.eval(), text, path, stack, count_key if count_key in text.to_dict() else None, encoder)
 
 
 def _classes(config: Mapping[str, Any], shown: str) -> tuple[Any, Any]:
@@ -292,12 +294,6 @@ def _text_part(settings: Any) -> tuple[Any, tuple[str, ...]]:
     raise BadInput(
         f"config.json: the text part of this {printable(str(settings.model_type))} is not found in it; {OWN_CONFIG}"
     )
-
-
-def _count_key(text: Any) -> str | None:
-    """Return the config.json field that counts the layers; None where the length of a list gives their number."""
-    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return key if key in text.to_dict() else None
 
 
 def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:

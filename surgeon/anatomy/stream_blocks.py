@@ -10,6 +10,7 @@ or a convolution; one in which it affects only its own token is an FFN.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -114,13 +115,11 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
             event.made, event.after = (put[0] if put else None), seen.clock
 
     names = {module: name for name, module in layer.named_modules()}
-    hooks = [module.register_forward_pre_hook(begin, with_kwargs=True) for module in names]
-    hooks += [module.register_forward_hook(end) for module in names]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(end))
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return runs[0] if len(runs) == 1 and runs[0].output is not None else None
 
 
@@ -289,11 +288,6 @@ def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]
         """Record the block's output."""
         made.append(by_token(output[0] if isinstance(output, tuple | list) else output).clone())
 
-    hooks = [
-        block.reader.register_forward_pre_hook(turn, with_kwargs=True),
-        block.writer.register_forward_hook(keep),
-    ]
-
     def output(*tokens: int) -> Tensor:
         """Return the block's first output, with the input states of these tokens changed."""
         turned[:] = tokens
@@ -301,12 +295,10 @@ def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]
         run()
         return made[0]
 
-    try:
+    reads = block.reader.register_forward_pre_hook(turn, with_kwargs=True)
+    with reads, block.writer.register_forward_hook(keep):
         # After the last token there may be padding that the model adds.
         before, first, last = output(), output(0), output(count - 1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     scale = before.abs().max().clamp(min=1e-12)
     later = bool((before - first)[:, 1:count].abs().max() / scale > _TOLERANCE)
     earlier = bool((before - last)[:, : count - 1].abs().max() / scale > _TOLERANCE)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from surgeon.anatomy.derivation import Derivation, kept
 from surgeon.anatomy.family import LARGEST_SIZE, inner_width, with_fields
 from surgeon.anatomy.growth import part_of
 from surgeon.anatomy.seen import Seen
@@ -26,8 +27,17 @@ Growth = tuple[int, int, int]
 Growths = tuple[dict[str, Growth], ...]
 
 
-def growths(seen: Seen, fields: Mapping[str, int]) -> Growths:
+@kept
+def growths(base: Derivation, fields: Mapping[str, int]) -> Growths:
     """Return, for each kind of layers, the tensors that have another shape in a model with these fields.
+
+    Raises BadInput where no such model can be built, or a tensor grows along several axes or is outside the layers.
+    """
+    return _growths(base.seen, fields)
+
+
+def _growths(seen: Seen, fields: Mapping[str, int]) -> Growths:
+    """Return the same as `growths`; the answer is not cached.
 
     Raises BadInput where no such model can be built, or a tensor grows along several axes or is outside the layers.
     """
@@ -60,11 +70,12 @@ def growths(seen: Seen, fields: Mapping[str, int]) -> Growths:
     return tuple(found)
 
 
-def inner_fields(seen: Seen, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
+@kept
+def inner_fields(base: Derivation, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
     """Return the fields, with new values, that make every FFN and every expert of a model wider.
 
     Args:
-        seen: The base.
+        base: The base.
         by: How many neurons to add; an FFN that is `k` times as wide as the field's value gets `k` times as many.
         multiple_of: Instead, the number of which every width must be a multiple.
 
@@ -72,6 +83,7 @@ def inner_fields(seen: Seen, *, by: int = 0, multiple_of: int = 1) -> dict[str, 
         New values by field. Empty where nothing has to grow. Raises BadInput where an FFN's width follows from no known
         field, or cannot be as wanted.
     """
+    seen = base.seen
     lacking = {
         (kind, part.suffix): inner_width(part)
         for kind, held in enumerate(seen.parts)
@@ -86,7 +98,7 @@ def inner_fields(seen: Seen, *, by: int = 0, multiple_of: int = 1) -> dict[str, 
         mine: dict[tuple[int, str], int] = {}
         for more in (by or multiple_of, 3 * value):
             with contextlib.suppress(BadInput):
-                grown = growths(seen, {field: value + more})
+                grown = _growths(seen, {field: value + more})
                 mine = mine or {place: width for place, width in lacking.items() if place[1] in grown[place[0]]}
         if not mine:
             continue
@@ -135,7 +147,7 @@ def _value_for(seen: Seen, field: tuple[str, int], place: tuple[int, str, int], 
 
     def made_of(number: int) -> int:
         """Return the width that the class makes where the field has the value `number`."""
-        grew = growths(seen, {name: number})[kind].get(suffix)
+        grew = _growths(seen, {name: number})[kind].get(suffix)
         return width if grew is None else width * grew[2] // grew[1]
 
     if made_of(first) == wanted:

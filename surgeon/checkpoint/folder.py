@@ -101,7 +101,9 @@ class CheckpointFolder:
             )
         weights = choose_weights(source)
         config = _config(source, listing)
-        manifest = _manifest(source) if MANIFEST_FILE in listing else None
+        # Accept NaN and Infinity: losses of a training run may be infinite.
+        has_manifest = MANIFEST_FILE in listing
+        manifest = _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES, constants=True) if has_manifest else None
         if missing := missing_plugins((manifest or {}).get("plugins")):
             raise BadInput(
                 f"{source.shown}: made with {', '.join(missing)}, which is not installed here; install this plugin (or"
@@ -126,7 +128,8 @@ class CheckpointFolder:
             raise BadInput(f"{source.shown}: {damage}")
         check_config(config)
         tensors = check_weights(weights, headers, config)
-        notes += [f"{name} is set aside: {does}" for name, does in _set_aside(listing, weights.files).items()]
+        beside = beside_weights(listing, weights.files)
+        notes += [f"{printable(name)} is set aside: {does}" for name, does in beside.items()]
         side_files = _side_files(source, listing, notes)
         own = _own_code(config, source, brought)
         if own is not None:
@@ -225,7 +228,6 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
 
     `advance` receives the count of bytes read. Raises BadInput where a shard has changed or was truncated.
     """
-    opened = {file: folder.open_shard(file) for file in folder.shards}
 
     def digest(name: str) -> tuple[str, str]:
         """Return (name, hex sha256) of one tensor, and report its bytes to `advance`."""
@@ -234,12 +236,9 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
         advance(info.nbytes)
         return name, found
 
-    try:
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            return dict(pool.map(digest, names))
-    finally:
-        for handle in opened.values():
-            os.close(handle)
+    with OpenShards({"": folder.source}) as shards, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        opened = {file: shards.opened(f"/{file}") for file in folder.shards}
+        return dict(pool.map(digest, names))
 
 
 def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
@@ -296,11 +295,6 @@ def _own_code(config: Mapping[str, Any], source: Source, brought: Brought) -> Ow
     return own_code(config, source, brought.scripts) if has_own_code(config) else None
 
 
-def _manifest(source: Source) -> dict[str, Any]:
-    # Accept NaN and Infinity: losses of a training run may be infinite.
-    return _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES, constants=True)
-
-
 def _object(source: Source, name: str, max_bytes: int, *, constants: bool = False) -> dict[str, Any]:
     """Return the JSON object in a small file; with `constants`, NaN and Infinity are accepted.
 
@@ -314,11 +308,6 @@ def _object(source: Source, name: str, max_bytes: int, *, constants: bool = Fals
             " file again"
         )
     return found
-
-
-def _set_aside(listing: dict[str, int], shards: tuple[str, ...]) -> dict[str, str]:
-    """Return weights in other formats next to the shards, by printable name, each with what it does."""
-    return {printable(name): does for name, does in beside_weights(listing, shards).items()}
 
 
 def _side_files(source: Source, listing: dict[str, int], notes: list[str]) -> tuple[str, ...]:

@@ -8,37 +8,16 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from surgeon.checkpoint.source import open_regular
+from surgeon.checkpoint.source import Stamp, open_regular
 from surgeon.errors import BadInput, printable
 
 # Linux's path to the file behind a descriptor, which renaming files cannot redirect. On macOS, descriptors of /dev/fd
 # share one position, so the files' own paths are used there, and `check_unchanged` finds a replaced file.
 _DESCRIPTORS = Path("/proc/self/fd")
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """File facts of which at least one changes when somebody modifies the file."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, found: os.stat_result) -> Stamp:
-        """Return the stamp of a `stat` result; the ctime cannot be set back."""
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-    def same_content(self, other: Stamp) -> bool:
-        """Return whether `other` is of the same file with the same content; its name and mode may have changed."""
-        return astuple(self)[:-1] == astuple(other)[:-1]
 
 
 class HeldFolder:

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Never, Protocol, Self
 
@@ -260,18 +260,23 @@ def read_tensor(source: Source, info: TensorInfo, part: slice | None = None) -> 
 
 
 @dataclass(frozen=True)
-class _Identity:
-    """The facts by which a changed or replaced shard is recognised: size in bytes, mtime and inode."""
+class Stamp:
+    """File facts of which at least one changes when somebody modifies the file."""
 
+    device: int
+    inode: int
     size: int
     mtime_ns: int
-    inode: int
+    ctime_ns: int
 
     @classmethod
-    def of(cls, fd: int) -> _Identity:
-        """Return the identity of an open file."""
-        found = os.fstat(fd)
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+    def of(cls, found: os.stat_result) -> Stamp:
+        """Return the stamp of a `stat` result; the ctime cannot be set back."""
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def same_content(self, other: Stamp) -> bool:
+        """Return whether `other` is of the same file with the same content; its name and mode may have changed."""
+        return astuple(self)[:-1] == astuple(other)[:-1]
 
 
 _NO_FOLDER = "not a folder; give the folder of a transformers checkpoint"
@@ -287,7 +292,7 @@ class LocalSource:
         self.path = path
         self.shown = printable(str(path))
         self.at_hand = True
-        self._identities: dict[str, _Identity] = {}
+        self._identities: dict[str, Stamp] = {}
 
     def listing(self) -> dict[str, int]:
         """Return every file's relative name and size in bytes, chat templates included.
@@ -353,7 +358,7 @@ class LocalSource:
         for file in files:
             fd = open_regular(self.path, file)
             try:
-                self._identities[file] = _Identity.of(fd)
+                self._identities[file] = Stamp.of(os.fstat(fd))
                 found[file] = read_header(fd, file=file)
             except OSError as error:
                 raise BadInput(f"{printable(file)}: cannot be read ({error.strerror}); check the disk") from None
@@ -367,7 +372,7 @@ class LocalSource:
         Raises BadInput where the shard changed since its header was read.
         """
         fd = open_regular(self.path, file)
-        if _Identity.of(fd) != self._identities[file]:
+        if not Stamp.of(os.fstat(fd)).same_content(self._identities[file]):
             os.close(fd)
             raise BadInput(
                 f"{printable(str(self.path / file))}: changed since the run began (size, time or inode differ);"

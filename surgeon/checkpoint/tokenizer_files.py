@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, cast
 
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
@@ -104,6 +105,16 @@ class TokenizerJson:
         return cls(
             content.decode(), {*vocabulary.values(), *added}, cast("Kind", kind), vocabulary, model, scores, byte_level
         )
+
+    @property
+    def shown(self) -> str:
+        """The kind of the model, for people."""
+        return "byte-level BPE" if self.byte_level else self.kind
+
+    @cached_property
+    def contents(self) -> dict[int, str]:
+        """The contents of the model's own tokens, by id."""
+        return {number: content for content, number in self.vocabulary.items()}
 
     @property
     def byte_tokens(self) -> dict[int, int]:

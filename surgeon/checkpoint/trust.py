@@ -164,16 +164,13 @@ def leads_to_code(content: Any, *, except_auto_map: bool = False) -> str:
     for key, value in _walk(content):
         if (key in _CODE_FIELDS and value not in (None, {}, [], "")) or (key in _SWITCHES and value):
             return f"has `{key}`"
-        if _IMPLEMENTATION.fullmatch(key) and any("/" in text for text in _strings(value)):
+        if _IMPLEMENTATION.fullmatch(key) and any(isinstance(text, str) and "/" in text for _, text in _walk(value)):
             return f"asks for kernels from the Hub (`{printable(key)}`)"
-        if isinstance(value, str) and not key.endswith(_ORIGIN) and _is_reference(value):
+        short = isinstance(value, str) and len(value) <= _LONGEST_REFERENCE
+        # The form of a reference to code in a repository: "repo--module.Class".
+        if short and not key.endswith(_ORIGIN) and _REFERENCE.fullmatch(value):
             return f"refers to code elsewhere ({printable(value)})"
     return ""
-
-
-def _is_reference(text: str) -> bool:
-    """Return whether a text has the form of a reference to code in a repository, "repo--module.Class"."""
-    return len(text) <= _LONGEST_REFERENCE and _REFERENCE.fullmatch(text) is not None
 
 
 def _walk(content: Any) -> Iterator[tuple[str, Any]]:
@@ -186,11 +183,6 @@ def _walk(content: Any) -> Iterator[tuple[str, Any]]:
             waiting.extend((str(inner), item) for inner, item in value.items())
         elif isinstance(value, list):
             waiting.extend((key, item) for item in value)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Return an iterator over every string value at any depth of parsed JSON."""
-    return (item for _, item in _walk(value) if isinstance(item, str))
 
 
 def check_trusted(brought: Brought, shown: str, *, trust_remote_code: bool) -> None:

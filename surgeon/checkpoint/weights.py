@@ -11,6 +11,7 @@ from surgeon.checkpoint.damages import led_below
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, Header, TensorInfo
 from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.common.formatting import listed
 from surgeon.errors import BadInput, printable
 
 SINGLE_FILE = "model.safetensors"
@@ -70,7 +71,7 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
     if SINGLE_FILE in names:
         others = [name for name in names if name == INDEX_FILE or (name in tensors_files and name != SINGLE_FILE)]
         if others:
-            notes.append(f"{SINGLE_FILE} is used, as transformers does; ignored beside it: {_some(others)}")
+            notes.append(f"{SINGLE_FILE} is used, as transformers does; ignored beside it: {listed(others, 1)}")
         return Weights((SINGLE_FILE,), None, notes, _passed_over(source) if INDEX_FILE in names else ())
     if INDEX_FILE not in names:
         raise BadInput(f"{shown}: {_why_no_weights(names, tensors_files)}{led_below(source.tree(), 'config.json')}")
@@ -81,15 +82,15 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
         names += [name for name in source.tree() if "/" in name]
     if missing := [file for file in files if file not in names]:
         way = led_below(names, missing[0]) or "; download again"
-        raise BadInput(f"{shown}: {_some(missing)} missing, of {len(files)} shards in the index{way}")
+        raise BadInput(f"{shown}: {listed(missing, 1)} missing, of {len(files)} shards in the index{way}")
     unlisted = [name for name in tensors_files if name not in files]
     if strays := [name for name in unlisted if _SHARD.fullmatch(name)]:
         raise BadInput(
-            f"{shown}: {_some(strays)} looks like a shard, yet {INDEX_FILE} does not name it; remove it, or get the"
+            f"{shown}: {listed(strays, 1)} looks like a shard, yet {INDEX_FILE} does not name it; remove it, or get the"
             " index that belongs to it"
         )
     if unlisted:
-        notes.append(f"not in the index, ignored: {_some(unlisted)}")
+        notes.append(f"not in the index, ignored: {listed(unlisted, 1)}")
     return Weights(files, weight_map, notes)
 
 
@@ -107,7 +108,7 @@ def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
         if way := led_below((name for name in names if "/" not in name), wanted):
             return f"no {wanted} here{way}"
     if shards := [name for name in tensors_files if _SHARD.fullmatch(name)]:
-        return f"shards ({_some(shards)}) without {INDEX_FILE}; download that too"
+        return f"shards ({listed(shards, 1)}) without {INDEX_FILE}; download that too"
     if "adapter_config.json" in names:
         return (
             "a PEFT adapter, not a base: `surgeon merge BASE ADAPTER OUT` merges it into the base that it was made on"
@@ -115,15 +116,15 @@ def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
     if "config.json" not in names and not any(name.endswith((".gguf", ".safetensors")) for name in names):
         return "no config.json and no weights here; expected the folder of a transformers checkpoint"
     if tensors_files:
-        return f"neither {SINGLE_FILE} nor {INDEX_FILE}; {_some(tensors_files)} is not the model's weights"
+        return f"neither {SINGLE_FILE} nor {INDEX_FILE}; {listed(tensors_files, 1)} is not the model's weights"
     if pickled := [name for name in names if _PICKLED.fullmatch(name)]:
         usual = any(_TORCH.fullmatch(name) for name in pickled)
         return (
-            f"only pickled weights ({_some(pickled)}), which surgeon never opens because they can run code;"
+            f"only pickled weights ({listed(pickled, 1)}), which surgeon never opens because they can run code;"
             f" {_CONVERT if usual else 'get the safetensors, or save the model with transformers once'}"
         )
     if gguf := [name for name in names if name.endswith(".gguf")]:
-        return f"only GGUF weights ({_some(gguf)}); give that file in place of its folder"
+        return f"only GGUF weights ({listed(gguf, 1)}); give that file in place of its folder"
     return f"no weights here; expected {SINGLE_FILE} or {INDEX_FILE}"
 
 
@@ -175,8 +176,8 @@ def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mappi
     if lacking := [name for name in weights.passed_over if name not in tensors]:
         raise BadInput(
             f"{SINGLE_FILE}: lies beside {INDEX_FILE}, so it is read alone, as transformers does, and lacks"
-            f" {_some(lacking)} of the {len(weights.passed_over)} tensors that the index names; remove the one that is"
-            " not the model's"
+            f" {listed(lacking, 1)} of the {len(weights.passed_over)} tensors that the index names; remove the one that"
+            " is not the model's"
         )
     if not tensors:
         raise BadInput(f"{printable(weights.files[0])}: holds no tensors; download it again")
@@ -241,9 +242,3 @@ def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
         f"{printable(info.file)}: tensor {printable(info.name)} is {info.dtype}; surgery needs plain floating-point"
         f" weights ({', '.join(sorted(FLOAT_DTYPES))}), not quantised ones"
     )
-
-
-def _some(names: list[str]) -> str:
-    """Return the first name, and how many more there are, for a message."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{printable(names[0])}{more}"

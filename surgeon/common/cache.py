@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from surgeon.common.signed import own_key
+from surgeon.common.signed import own_key, user_folder
 
 # `SURGEON_CACHE=off` switches the cache off.
 VARIABLE = "SURGEON_CACHE"
@@ -34,17 +34,8 @@ def is_off() -> bool:
 
 def cache_folder(kind: str) -> Path | None:
     """Return the folder of entries of this kind; None where the cache is off, or the user has no home folder."""
-    named = os.environ.get(VARIABLE, "").strip()
-    if is_off():
-        return None
-    if named:
-        return Path(named).expanduser().absolute() / kind
-    # By the XDG base directory specification, a relative path is ignored.
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        return (home if home.is_absolute() else Path.home() / ".cache") / "surgeon" / kind
-    except RuntimeError:
-        return None
+    folder = None if is_off() else user_folder(VARIABLE, "XDG_CACHE_HOME", ".cache")
+    return None if folder is None else folder / kind
 
 
 def read_entry(folder: Path, name: str) -> bytes | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import islice
 
-from surgeon.errors import printable
+from surgeon.common.formatting import listed
 
 
 @dataclass(frozen=True)
@@ -29,5 +28,4 @@ class Check:
 
 def some(names: Collection[str]) -> str:
     """Return the first three names, and the number of further ones."""
-    shown = ", ".join(printable(name) for name in islice(names, 3))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return listed(names, 3)

@@ -60,7 +60,9 @@ class Ranks:
         """Return rank 0's message; raise it where it is an error."""
         box: list[Any] = [None]
         _distributed().broadcast_object_list(box, src=0, group=self.group)
-        return _opened(box[0])
+        if isinstance(box[0], Elsewhere):
+            raise box[0]
+        return box[0]
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -100,13 +102,6 @@ def _distributed() -> Any:
     from torch import distributed
 
     return distributed
-
-
-def _opened(message: Any) -> Any:
-    """Return a message from rank 0; raise it where it is an error."""
-    if isinstance(message, Elsewhere):
-        raise message
-    return message
 
 
 def is_sharded(model: Any) -> bool:

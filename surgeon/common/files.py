@@ -11,14 +11,14 @@ from pathlib import Path
 from surgeon.errors import BadInput, printable
 
 
-def check_readable(path: Path, *, what: str) -> None:
-    """Raise BadInput where there is no regular file to read; the message calls it `what`."""
+def check_readable(path: Path) -> None:
+    """Raise BadInput where a text is no regular file that can be read."""
     shown = printable(str(path))
     if path.is_dir() or not path.exists():
         why = "a folder" if path.is_dir() else f"no such file; looked at {printable(str(path.absolute()))}"
-        raise BadInput(f"{shown}: cannot read the {what} ({why}); check the path")
+        raise BadInput(f"{shown}: cannot read the text ({why}); check the path")
     if not os.access(path, os.R_OK):
-        raise BadInput(f"{shown}: cannot read the {what} (Permission denied); check the path")
+        raise BadInput(f"{shown}: cannot read the text (Permission denied); check the path")
 
 
 def read_given(path: Path, *, what: str, most: int) -> bytes:

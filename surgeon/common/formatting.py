@@ -49,11 +49,11 @@ def at_revision(name: str, revision: str | None) -> str:
     return f"{name}@{revision}" if revision else name
 
 
-def listed(names: Iterable[str]) -> str:
-    """Return the first six names, and the number of further ones."""
+def listed(names: Iterable[str], most: int = 6) -> str:
+    """Return the first names, at most `most`, and the number of further ones."""
     names = list(names)
-    shown = ", ".join(printable(name) for name in names[:6])
-    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
+    shown = ", ".join(printable(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def show(indices: list[int]) -> str:
@@ -64,7 +64,7 @@ def show(indices: list[int]) -> str:
             runs[-1].append(index)
         else:
             runs.append([index])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ", ".join(span(run[0], run[-1]) for run in runs)
 
 
 def show_layers(indices: list[int]) -> str:
@@ -84,9 +84,9 @@ def did_you_mean(given: str, options: Sequence[str]) -> str:
     return f"; known: {', '.join(options)}" if options else ""
 
 
-def nearest(given: str, options: Sequence[str], cutoff: float = 0.5) -> str | None:
+def nearest(given: str, options: Sequence[str]) -> str | None:
     """Return the option nearest to `given`; None where none is near."""
-    return next(iter(difflib.get_close_matches(given, options, n=1, cutoff=cutoff)), None)
+    return next(iter(difflib.get_close_matches(given, options, n=1, cutoff=0.5)), None)
 
 
 def value_text(value: Any) -> str:

@@ -113,13 +113,15 @@ class ProgressListener:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
-        """Begin a stage of `total` bytes, or of another unit; its bar replaces the last one."""
-        self._replace(stage, total, unit)
+    def begin(self, stage: str, total: int | None, unit: str = "bytes") -> None:
+        """Begin a stage of `total` bytes (None: of unknown size), or of another unit; its bar replaces the last one."""
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = self.progress.add_task(stage, total=total, unit=unit)
 
     def wait(self, stage: str) -> None:
         """Begin a stage of unknown size."""
-        self._replace(stage, None, "")
+        self.begin(stage, None)
 
     def advance(self, count: int) -> None:
         """Count `count` more units of the stage as done."""
@@ -138,12 +140,6 @@ class ProgressListener:
         self.console.print(printable(line, 2000), style="dim", soft_wrap=True)
         if self.task is None or self.progress.tasks[0].finished:
             self.wait("working")
-
-    def _replace(self, stage: str, total: int | None, unit: str) -> None:
-        """Replace the current bar by the bar of a new stage; a `total` of None means that its size is unknown."""
-        if self.task is not None:
-            self.progress.remove_task(self.task)
-        self.task = self.progress.add_task(stage, total=total, unit=unit)
 
 
 class Stopwatch:

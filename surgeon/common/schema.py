@@ -99,7 +99,7 @@ class Forms:
 
     def tags(self, data: Any, place: Place, key: str) -> list[str]:
         """Return the values of `key` that distinguish the possible forms of the mapping at `place`."""
-        return [tag for form in self._at(data, place) if (tag := _tag(form, key)) is not None]
+        return [tag[1] for form in self._at(data, place) if (tag := _tag(form, key)) is not None]
 
     def values(self, data: Any, place: Place) -> list[str]:
         """Return the fixed values that are allowed at `place`."""
@@ -110,14 +110,10 @@ class Forms:
         forms = list(self._at(data, place))
         tagged = [tag for form in forms if (tag := _tag(form)) is not None]
         found = [_shown(value) for form in forms for value in _literals(form)]
-        for form in forms:
-            if tagged and _tag(form) is not None:
-                continue
-            if not _literals(form):
-                found.append(self._outline(form))
+        found += [self._outline(form) for form in forms if _tag(form) is None and not _literals(form)]
         if tagged:
-            key, first = _tag_key(forms), tagged[0]
-            others = f", with {key} one of {', '.join(tagged)}" if len(tagged) > 1 else ""
+            key, first = tagged[0]
+            others = f", with {key} one of {', '.join(tag for _, tag in tagged)}" if len(tagged) > 1 else ""
             found.append(f"{{{key}: {first}, …}}{others}")
         return _listed(list(dict.fromkeys(found)))
 
@@ -205,18 +201,12 @@ def _agrees(form: Mapping[str, Any], data: Any) -> bool:
     return all(data.get(key, value) == value for key, value in fixed.items())
 
 
-def _tag(form: Mapping[str, Any], key: str | None = None) -> str | None:
-    """Return the fixed text that distinguishes a mapping's form from other forms; None where there is none."""
+def _tag(form: Mapping[str, Any], key: str | None = None) -> tuple[str, str] | None:
+    """Return (key, fixed text) that distinguish a mapping's form from other forms; None where there is none."""
     for name, field in form.get("properties", {}).items():
         if isinstance(field.get("const"), str) and key in (None, name):
-            return str(field["const"])
+            return name, field["const"]
     return None
-
-
-def _tag_key(forms: list[Mapping[str, Any]]) -> str:
-    """Return the key whose fixed text distinguishes the forms."""
-    names = (name for form in forms for name, field in form.get("properties", {}).items() if "const" in field)
-    return str(next(names))
 
 
 def _literals(form: Mapping[str, Any]) -> list[Any]:

@@ -45,17 +45,24 @@ class Key:
 
 def own_key() -> Key:
     """Return this user's key. If it cannot be stored, a new one is made for this process; this is no error."""
-    return _key_in(_state_folder())
+    return _key_in(user_folder(VARIABLE, "XDG_STATE_HOME", ".local", "state"))
 
 
-def _state_folder() -> Path | None:
-    """Return the folder of the key; None where the user has no home folder."""
-    if named := os.environ.get(VARIABLE, "").strip():
+def user_folder(variable: str, xdg: str, *usual: str) -> Path | None:
+    """Return the user's folder that `variable` names, else `surgeon` in the one that `xdg` names, or in the usual one.
+
+    None where the user has no home folder.
+
+    Args:
+        variable: surgeon's environment variable.
+        xdg: the environment variable of the XDG base directory specification, by which a relative path is ignored.
+        usual: the path from the home folder where neither is set.
+    """
+    if named := os.environ.get(variable, "").strip():
         return Path(named).expanduser().absolute()
-    # By the XDG base directory specification, a relative path is ignored.
-    home = Path(os.environ.get("XDG_STATE_HOME", ""))
+    home = Path(os.environ.get(xdg, ""))
     try:
-        return (home if home.is_absolute() else Path.home() / ".local" / "state") / "surgeon"
+        return (home if home.is_absolute() else Path.home().joinpath(*usual)) / "surgeon"
     except RuntimeError:
         return None
 

@@ -17,7 +17,7 @@ from typing import TypeGuard
 from surgeon.blueprint.recipes import Imported, Product, Step, Trained
 from surgeon.checkpoint.damages import unwrapped
 from surgeon.checkpoint.peft_folder import Adapter
-from surgeon.edits.adapter_places import Experts, Model, Place, Settings, ends
+from surgeon.edits.adapter_places import Experts, Model, Place, Settings, ends, is_head
 from surgeon.errors import BadInput, printable
 
 _PEFT = "base_model.model."
@@ -271,7 +271,7 @@ class Sorted:
         place = self._place(f"{path}.{key}", tensor)
         below = _BASE in name
         biased = key == "bias" and (self.settings.biases == "all" or (self.settings.biases == "lora_only" and below))
-        if not (biased or below or self.settings.saves(path) or place.form == "embedding" or _is_head(path)):
+        if not (biased or below or self.settings.saves(path) or place.form == "embedding" or is_head(path)):
             raise self._refused(tensor, "its config says neither `modules_to_save` nor `bias` of it")
         shape = self.adapter.tensors[tensor].shape
         if self.rows is None and shape[1:] == place.shape[1:] and self.model.has_tokens(place) and shape != place.shape:
@@ -447,8 +447,3 @@ def name_for_peft(tensor: str, model: Model) -> str:
 def sets_whole(step: Step) -> TypeGuard[Trained]:
     """Return whether a step replaces all rows by trained values, or adds trained values to all rows."""
     return isinstance(step, Trained) and step.rows is None
-
-
-def _is_head(path: str) -> bool:
-    """Return whether a module is an output head, by its name."""
-    return ends(path, "lm_head") or ends(path, "embed_out")

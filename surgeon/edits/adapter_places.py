@@ -67,7 +67,7 @@ class Settings(Spec):
         if any(ends(module, name) for name in self.excluded) or self.saves(module):
             return False
         if self.pattern.lower() == "all-linear":
-            return form != "embedding" and not ends(module, "lm_head") and not ends(module, "embed_out")
+            return form != "embedding" and not is_head(module)
         if self.targets is None:
             return self._matcher.whole(self.pattern, module)
         if module in self.targets or not any(ends(module, name) for name in self.targets):
@@ -131,6 +131,11 @@ def settings_of(folder: AdapterFolder) -> Settings:
 def ends(path: str, name: str) -> bool:
     """Return whether a path equals a name, or ends in it."""
     return path == name or path.endswith(f".{name}")
+
+
+def is_head(path: str) -> bool:
+    """Return whether a module is an output head, by its name."""
+    return ends(path, "lm_head") or ends(path, "embed_out")
 
 
 # The form of a parameter: the matrix of a linear module, outputs × inputs or transposed ("turned"); an embedding; the

@@ -8,21 +8,22 @@ zero`: the new experts' down projections are zero, and their router biases are s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple, Self
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.anatomy.anatomy import Anatomy
 from surgeon.anatomy.family import Part
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
-from surgeon.blueprint.recipes import Below, Constant, Copy, Recipe, rows, side_by_side, sliced_along, whole
+from surgeon.blueprint.recipes import Below, Constant, Copy, Recipe, rows, side_by_side, sliced_along
 from surgeon.edits.mixtures import (
-    EXPERT_NUMBER,
     ExpertNumber,
+    LayerExperts,
     LayerKey,
     Mixtures,
+    Place,
+    arrange,
     check_layers,
     check_plain,
     chosen_by,
@@ -43,13 +44,6 @@ _MOST = 4096
 # The lowest finite number of float16, and of other dtypes (that of bfloat16).
 _LOWEST = {"F16": -65504.0}
 _NEVER = -3.3895313892515355e38
-
-
-class Place(NamedTuple):
-    """One expert of the output: the base's expert `source`, or, if `new`, an expert made from it."""
-
-    source: int
-    new: bool
 
 
 class AddExperts(Operation):
@@ -111,13 +105,14 @@ class AddExperts(Operation):
         Raises BadInput where the experts to copy do not exist, or are distributed unevenly.
         """
         mixtures = mixtures_of(draft.anatomy)
-        added = self._given(mixtures, draft.anatomy)
+        added = self._given(mixtures)
         check_plain(draft)
         for home in draft.layers:
             if home.base in mixtures:
-                places = self._places(home.base, added[home.base], mixtures, draft.anatomy)
-                add_to(home, mixtures[home.base][1], places, draft, silent=self.how == "zero")
-        before, more = next(iter(mixtures.values()))[0], len(next(iter(added.values())))
+                own = mixtures[home.base]
+                places = _places(home.base, added[home.base], own)
+                _add_to(home, own.parts, places, draft, silent=self.how == "zero")
+        before, more = next(iter(mixtures.values())).count, len(next(iter(added.values())))
         chosen = chosen_by(draft)
         draft.widths |= sizes_with(draft, before, before + more)
         if self.top_k == "grown":
@@ -128,7 +123,7 @@ class AddExperts(Operation):
         return OperationRecord(
             self.op,
             matched,
-            self._claim((before, before + more), max(chosen.values(), default=0), draft),
+            self._claim((before, before + more), max(chosen.values(), default=0), draft, mixtures),
             trains="new" if self.how == "zero" else "all",
         )
 
@@ -140,47 +135,30 @@ class AddExperts(Operation):
         copies = "copies of them" if self.experts is None else "copies of those listed"
         return copies + (f"; a token takes {self.times} times as many" if self.top_k == "grown" else "")
 
-    def _given(self, mixtures: Mixtures, anatomy: Anatomy) -> dict[int, list[int]]:
+    def _given(self, mixtures: Mixtures) -> dict[int, list[int]]:
         """Return the experts that new ones are made of, by layer."""
         if self.experts is not None:
             found = listed(self.experts, mixtures)
-            _check_layers(found, mixtures)
+            check_layers(found, mixtures)
+            sizes = {len(numbers) for numbers in found.values()}
+            if len(sizes) > 1:
+                raise BadInput(
+                    f"layers would get {min(sizes)} to {max(sizes)} experts; the config has one number for all"
+                )
             return found
         made: dict[int, list[int]] = {}
-        for layer, (count, _) in mixtures.items():
-            more = self.count or count * ((self.times or 1) - 1)
+        for layer, own in mixtures.items():
+            more = self.count or own.count * ((self.times or 1) - 1)
+            each = _of_each_group(layer, own, more)
             # In each group every expert once, then each again until there are enough.
-            made[layer] = sorted(
-                inside[number % len(inside)]
-                for inside, each in groups_in(layer, count, anatomy, more)
-                for number in range(each)
-            )
+            made[layer] = sorted(inside[number % len(inside)] for inside in own.by_group for number in range(each))
         return made
 
-    def _places(self, layer: int, added: Sequence[int], mixtures: Mixtures, anatomy: Anatomy) -> list[Place]:
-        """Return the experts of an output layer in order. Raises BadInput where groups would differ in size."""
-        count, _ = mixtures[layer]
-        if odd := [number for number in added if number >= count]:
-            raise BadInput(f"layer {layer} has experts 0 to {count - 1}: there is no expert {odd[0]}")
-        if count + len(added) > _MOST:
-            raise BadInput(f"layer {layer} would have {count + len(added)} experts; more than {_MOST} is refused")
-        made: list[Place] = []
-        groups = groups_in(layer, count, anatomy, len(added))
-        for inside, each in groups:
-            own = sorted(number for number in added if number in inside)
-            if len(own) != each:
-                raise BadInput(
-                    f"layer {layer}: its experts form {len(groups)} groups, which must stay equal; add as many to each"
-                )
-            made += [Place(number, False) for number in inside] + [Place(number, True) for number in own]
-        return made
-
-    def _claim(self, counts: tuple[int, int], chosen: int, draft: Draft) -> Claim:
+    def _claim(self, counts: tuple[int, int], chosen: int, draft: Draft, mixtures: Mixtures) -> Claim:
         """Return the claim: silent experts and shared weights keep the function where ties are impossible.
 
         `counts` are the numbers of experts before and after, `chosen` how many a token takes.
         """
-        mixtures = mixtures_of(draft.anatomy)
         if self.how == "zero":
             same = "no token takes the new experts, whatever it reads: their choice is below every other"
             tied = "a token may take the other of two whose choice is the same number, as happens in bfloat16"
@@ -190,7 +168,7 @@ class AddExperts(Operation):
             if odd is not None:
                 why = f"; {odd} experts are no multiple of {_ROUTER_BLOCK}, and a processor may round their scores"
                 return Claim("rounding", f"{same}{why} otherwise")
-            if chosen > 2 and any(corrections(own) for _, own in mixtures.values()):
+            if chosen > 2 and any(_corrections(own.parts) for own in mixtures.values()):
                 return Claim("rounding", f"{same}; the {chosen} weights of a token may be summed in another order")
             return Claim("exact", same)
         if self.top_k == "grown":
@@ -202,69 +180,71 @@ class AddExperts(Operation):
         return Claim("none", "a token takes as many experts as before, and copies take places of others among these")
 
 
-def _check_layers(added: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
-    """Raise BadInput unless exactly the mixture's layers get experts, and all get as many."""
-    check_layers(added, mixtures)
-    sizes = {len(numbers) for numbers in added.values()}
-    if len(sizes) > 1:
-        raise BadInput(f"layers would get {min(sizes)} to {max(sizes)} experts; the config has one number for all")
-
-
 def _in_float32(layer: LayerDraft, mixtures: Mixtures, *, every: bool = False) -> bool:
     """Return whether a layer's router has float32 tensors (any, or with `every` all): then scores are rarely equal."""
     assert layer.base is not None
-    own = [part.suffix for part in mixtures[layer.base][1] if part.blocks[0][0] == "router"]
+    own = [part.suffix for part in mixtures[layer.base].parts if part.blocks[0][0] == "router"]
     held = [layer.tensors[suffix].dtype == "F32" for suffix in own]
     return all(held) if every else any(held)
 
 
-def groups_in(layer: int, count: int, anatomy: Anatomy, more: int) -> list[tuple[range, int]]:
-    """Return (experts, more) for each group of a layer: its experts, and how many of the `more` new ones it gets.
+def _of_each_group(layer: int, own: LayerExperts, more: int) -> int:
+    """Return how many of `more` new experts each group of a layer gets.
 
-    Raises BadInput where the new experts do not divide by the groups.
+    Raises BadInput where they do not divide by the groups.
     """
-    groups = anatomy.kinds[anatomy.kind_of[layer]].expert_groups
-    if more % groups:
-        raise BadInput(f"layer {layer}: its experts form {groups} groups, which must stay equal; add as many to each")
-    size = count // groups
-    return [(range(begin, begin + size), more // groups) for begin in range(0, count, size)]
+    if more % own.groups:
+        raise _uneven(layer, own)
+    return more // own.groups
 
 
-def add_to(home: LayerDraft, own: Sequence[Part], places: Sequence[Place], draft: Draft, *, silent: bool) -> None:
+def _uneven(layer: int, own: LayerExperts) -> BadInput:
+    """Return the error for new experts that would make the groups of a layer differ in size."""
+    return BadInput(f"layer {layer}: its experts form {own.groups} groups, which must stay equal; add as many to each")
+
+
+def _places(layer: int, added: Sequence[int], own: LayerExperts) -> list[Place]:
+    """Return the experts of an output layer in order. Raises BadInput where groups would differ in size."""
+    if odd := [number for number in added if number >= own.count]:
+        raise BadInput(f"layer {layer} has experts 0 to {own.count - 1}: there is no expert {odd[0]}")
+    if own.count + len(added) > _MOST:
+        raise BadInput(f"layer {layer} would have {own.count + len(added)} experts; more than {_MOST} is refused")
+    made: list[Place] = []
+    each = _of_each_group(layer, own, len(added))
+    for inside in own.by_group:
+        new = sorted(number for number in added if number in inside)
+        if len(new) != each:
+            raise _uneven(layer, own)
+        made += [Place(number, False) for number in inside] + [Place(number, True) for number in new]
+    return made
+
+
+def _add_to(home: LayerDraft, own: Sequence[Part], places: Sequence[Place], draft: Draft, *, silent: bool) -> None:
     """Add the new experts to one layer, and renumber the experts behind them.
 
     `own` are the parts of experts and router, `places` the layer's experts in their new order. With `silent`, new down
     projections are zero, and router biases keep tokens away. Raises BadInput where a router has no such bias.
     """
-    parts, made = {part.suffix: part for part in own}, dict[str, Recipe]()
     lowest = _lowest(own) if silent else {}
-    copies: dict[int, list[int]] = {}
-    for place, (source, _) in enumerate(places):
-        copies.setdefault(source, []).append(place)
-    for suffix, recipe in home.tensors.items():
-        part = parts.get(suffix)
-        if part is None:
-            made[suffix] = recipe
-            continue
-        assert isinstance(recipe, Copy), suffix
-        number = None if part.expert is None else part.expert.number
-        null = silent and part.expert is not None and part.blocks[0][0] == "down"
-        if number is None:
-            made[suffix] = _with_more(recipe, places, "zero" if null else lowest.get(suffix, ""))
-            home.rewritten[suffix] = draft.number
-            continue
-        for place in copies[number]:
-            name = EXPERT_NUMBER.sub(str(place), suffix)
-            if places[place].new:
-                made[name] = Constant(0.0, recipe.dtype, recipe.shape) if null else _again(recipe)
-            else:
-                made[name] = recipe if place == number else whole(recipe)
-            if place != number:
-                home.rewritten[name] = draft.number
-    home.tensors = made
+
+    def is_null(part: Part) -> bool:
+        """Return whether new experts have zeros in this part."""
+        return silent and part.blocks[0][0] == "down"
+
+    def stacked(of: Copy, part: Part) -> Recipe:
+        """Return a tensor of all experts, or of the router, with the new ones."""
+        return _with_more(of, places, "zero" if is_null(part) else lowest.get(part.suffix, ""))
+
+    def born(of: Copy, part: Part) -> Recipe:
+        """Return a tensor of a new expert: zeros, or a second copy of the base's, which trains."""
+        return (
+            Constant(0.0, of.dtype, of.shape) if is_null(part) else rows([(of, 0, of.shape[0])], of.shape, still=False)
+        )
+
+    arrange(home, own, places, draft, stacked=stacked, born=born)
 
 
-def corrections(own: Sequence[Part]) -> list[str]:
+def _corrections(own: Sequence[Part]) -> list[str]:
     """Return the suffixes of corrections: numbers added to experts' scores for the choice, but not for the weight."""
     routers = [part for part in own if part.blocks[0][0] == "router" and not part.suffix.endswith(".bias")]
     # Router tensors with one number for each expert.
@@ -278,7 +258,7 @@ def _lowest(own: Sequence[Part]) -> dict[str, str]:
     without a loss may raise it later. The bias of a router's product has no such bound: the lowest number keeps them
     away. Raises BadInput where the router has neither.
     """
-    if found := corrections(own):
+    if found := _corrections(own):
         return dict.fromkeys(found, "below")
     biases = [p.suffix for p in own if p.blocks[0][0] == "router" and len(p.shape) == 1 and p.suffix.endswith(".bias")]
     if not biases:
@@ -287,11 +267,6 @@ def _lowest(own: Sequence[Part]) -> dict[str, str]:
             " weights; use `how: duplicate` with `top_k: grown`, which keeps the base's function to rounding"
         )
     return dict.fromkeys(biases, "lowest")
-
-
-def _again(of: Copy) -> Recipe:
-    """Return a second copy of a base's tensor, which trains."""
-    return rows([(of, 0, of.shape[0])], of.shape, still=False)
 
 
 def _with_more(of: Copy, places: Sequence[Place], fill: str) -> Recipe:

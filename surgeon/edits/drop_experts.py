@@ -7,21 +7,22 @@ sends to them, with their rows of the router. The output has the base's own clas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.anatomy.anatomy import Anatomy
 from surgeon.anatomy.family import Part
-from surgeon.blueprint.blueprint import Claim, OperationRecord
-from surgeon.blueprint.draft import Draft, LayerDraft
-from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, whole
-from surgeon.edits.losses import TextLoss, said_of
+from surgeon.blueprint.blueprint import OperationRecord
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side
+from surgeon.edits.losses import TextLoss, check_first, claim_of_cost, said_of
 from surgeon.edits.mixtures import (
-    EXPERT_NUMBER,
     ExpertNumber,
     LayerKey,
     Mixtures,
+    Place,
+    arrange,
     check_layers,
     check_plain,
     listed,
@@ -109,26 +110,21 @@ class DropExperts(Operation):
         if self.text is None:
             return ExpertFacts()
         base.need_weights("which experts matter on a text")
-        if base.number:
-            raise BadInput(
-                "experts are measured on a text with the base itself: make it the plan's first operation, or apply two"
-                " plans"
-            )
+        check_first(base, "experts")
         # This import loads torch and transformers.
         from surgeon.edits.measuring.expert_choice import Experts
 
-        mixtures, anatomy = mixtures_of(base.anatomy), base.anatomy
+        mixtures = mixtures_of(base.anatomy)
         gone = listed(self.experts or {}, mixtures)
         if self.experts is not None:
-            self._check(gone, mixtures, anatomy)
+            self._check(gone, mixtures)
         path = base.text(self.text)
-        counts = {layer: count for layer, (count, _) in mixtures.items()}
-        vocabulary = anatomy.sizes.vocabulary
+        counts = {layer: own.count for layer, own in mixtures.items()}
+        vocabulary = base.anatomy.sizes.vocabulary
         measured = Experts(base.folder, counts, path, vocabulary=vocabulary, window=self.window, windows=self.windows)
         if self.count is not None:
-            groups = {layer: anatomy.kinds[anatomy.kind_of[layer]].expert_groups for layer in mixtures}
-            gone = least(measured.scores(self.by or "reap"), self.count, groups)
-            self._check(gone, mixtures, anatomy)
+            gone = _least(measured.scores(self.by or "reap"), self.count, mixtures)
+            self._check(gone, mixtures)
         kept = {layer: [n for n in range(counts[layer]) if n not in numbers] for layer, numbers in gone.items()}
         cost = TextLoss(
             text=self.text,
@@ -150,83 +146,57 @@ class DropExperts(Operation):
             raise BadInput("which experts go is not known: it is measured on the base's own weights")
         else:
             gone = {int(layer): numbers for layer, numbers in facts.gone.items()}
-        self._check(gone, mixtures, draft.anatomy)
+        self._check(gone, mixtures)
         check_plain(draft)
         for home in draft.layers:
             if home.base in gone:
-                _take_out(home, mixtures[home.base], gone[home.base], draft)
-        before = next(iter(mixtures.values()))[0]
+                own = mixtures[home.base]
+                kept = [number for number in range(own.count) if number not in gone[home.base]]
+                if not kept:
+                    raise BadInput(f"all {own.count} experts would go; at least one must stay")
+                places = [Place(number, False) for number in kept]
+                arrange(home, own.parts, places, draft, stacked=partial(_only, kept))
+        before = next(iter(mixtures.values())).count
         count = before - len(next(iter(gone.values())))
         draft.widths |= sizes_with(draft, before, count)
         how = f", {_WORDS[self.by or 'reap']}" if self.experts is None else ""
         found = f"{before - count} of {before} experts in each of {len(gone)} layers{how}"
-        return OperationRecord(self.op, found + said_of(facts.cost), _claim(facts.cost), trains="all")
+        claim = claim_of_cost("tokens go to other experts, and what those that are gone added is gone", facts.cost)
+        return OperationRecord(self.op, found + said_of(facts.cost), claim, trains="all")
 
-    def _check(self, gone: Mapping[int, Sequence[int]], mixtures: Mixtures, anatomy: Anatomy) -> None:
+    def _check(self, gone: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
         """Raise BadInput for experts that do not exist or occur twice, or too many or unevenly many of them."""
         check_layers(gone, mixtures)
         sizes = {len(set(numbers)) for numbers in gone.values()}
         for layer, numbers in gone.items():
-            count, _ = mixtures[layer]
+            count, groups = mixtures[layer].count, mixtures[layer].by_group
             # `odd` is the list of unknown numbers, or True where a number occurs twice.
             if odd := [number for number in numbers if number >= count] or (len(set(numbers)) < len(numbers)):
                 what = "one is named twice" if odd is True else f"there is no expert {odd[0]}"
                 raise BadInput(f"layer {layer} has experts 0 to {count - 1}: {what}")
-            groups = anatomy.kinds[anatomy.kind_of[layer]].expert_groups
-            each = {sum(number * groups // count == group for number in numbers) for group in range(groups)}
-            if len(each) > 1:
-                raise BadInput(f"layer {layer}: its experts form {groups} groups; take as many out of each")
+            if len({sum(number in inside for number in numbers) for inside in groups}) > 1:
+                raise BadInput(f"layer {layer}: its experts form {len(groups)} groups; take as many out of each")
         if len(sizes) > 1:
             raise BadInput(f"layers would lose {min(sizes)} to {max(sizes)} experts; the config has one number for all")
 
 
-def least(scores: Mapping[int, Sequence[float]], count: int, groups: Mapping[int, int]) -> dict[int, list[int]]:
+def _least(scores: Mapping[int, Sequence[float]], count: int, mixtures: Mixtures) -> dict[int, list[int]]:
     """Return the experts of the lowest scores: `count` of each layer, equally many of each group.
 
     Raises BadInput where `count` does not divide by the groups.
     """
     found: dict[int, list[int]] = {}
     for layer, values in scores.items():
-        size = len(values) // groups[layer]
-        each, rest = divmod(count, groups[layer])
+        own = mixtures[layer]
+        each, rest = divmod(count, own.groups)
         if rest:
-            raise BadInput(f"`count: {count}`: the experts form {groups[layer]} groups, and as many of each must go")
-        inside = [range(begin, begin + size) for begin in range(0, len(values), size)]
-        ranked = [sorted(numbers, key=lambda number: (values[number], number)) for numbers in inside]
+            raise BadInput(f"`count: {count}`: the experts form {own.groups} groups, and as many of each must go")
+        ranked = [sorted(numbers, key=lambda number: (values[number], number)) for numbers in own.by_group]
         found[layer] = sorted(number for order in ranked for number in order[:each])
     return found
 
 
-def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[int], draft: Draft) -> None:
-    """Remove the experts `gone` from one layer, and renumber the other experts.
-
-    Raises BadInput where none would stay.
-    """
-    count, own = mixture
-    kept = [number for number in range(count) if number not in gone]
-    if not kept:
-        raise BadInput(f"all {count} experts would go; at least one must stay")
-    parts, made = {part.suffix: part for part in own}, dict[str, Recipe]()
-    for suffix, recipe in home.tensors.items():
-        part = parts.get(suffix)
-        if part is None:
-            made[suffix] = recipe
-            continue
-        assert isinstance(recipe, Copy), suffix
-        number = None if part.expert is None else part.expert.number
-        if number is None:
-            made[suffix] = _only(recipe, kept)
-            home.rewritten[suffix] = draft.number
-        elif number in kept:
-            place = kept.index(number)
-            name = EXPERT_NUMBER.sub(str(place), suffix)
-            made[name] = recipe if place == number else whole(recipe)
-            if place != number:
-                home.rewritten[name] = draft.number
-    home.tensors = made
-
-
-def _only(of: Copy, kept: Sequence[int]) -> Recipe:
+def _only(kept: Sequence[int], of: Copy, _part: Part) -> Recipe:
     """Return a tensor of all experts with only the rows, slices or numbers of the experts that stay."""
     if of.shape[0] == 1 and len(of.shape) == 2:
         return side_by_side([of.columns(number, number + 1) for number in kept], 1)
@@ -234,11 +204,3 @@ def _only(of: Copy, kept: Sequence[int]) -> Recipe:
     begins = [number for number in kept if number - 1 not in kept]
     runs = [(of, begin, end + 1) for begin, end in zip(begins, ends, strict=True)]
     return rows(runs, (len(kept), *of.shape[1:]), still=True)
-
-
-def _claim(cost: TextLoss | None) -> Claim:
-    """Return the claim: none, with the cost where it was measured."""
-    what = "tokens go to other experts, and what those that are gone added is gone"
-    if cost is None:
-        return Claim("none", f"{what}; what that costs was not measured (`text`), and every layer is to be trained on")
-    return Claim("none", f"{what}: {cost.a_token}; every layer is to be trained on")

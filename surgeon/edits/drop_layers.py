@@ -20,7 +20,7 @@ from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.formatting import show_layers
-from surgeon.edits.losses import Finite, TextLoss, said_of
+from surgeon.edits.losses import Finite, TextLoss, check_first, claim_of_cost, said_of
 from surgeon.errors import BadInput
 from surgeon.models.layer_choice import By, LayersOut
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
@@ -168,11 +168,7 @@ class DropLayers(Operation):
         silent = silent_layers(base.folder, base.anatomy)
         if self.text is None:
             return LayerFacts(silent=silent)
-        if base.number:
-            raise BadInput(
-                "layers are measured on a text with the base itself: make it the plan's first operation, or apply two"
-                " plans"
-            )
+        check_first(base, "layers")
         # This import loads torch and transformers.
         from surgeon.models.depth import Depth
 
@@ -326,9 +322,7 @@ def _claim(silent: bool, merged: bool, text: LayerLoss | None) -> Claim:
     if silent:
         return Claim("exact", "the layers that go add exactly zero to the residual stream: what writes to it is zero")
     what = "what the layers added is gone" if not merged else "a layer is not linear in its weights"
-    if text is None:
-        return Claim("none", f"{what}; what that costs was not measured (`text`), and every layer is to be trained on")
-    return Claim("none", f"{what}: {text.a_token}; every layer is to be trained on")
+    return claim_of_cost(what, text)
 
 
 def silent_layers(base: CheckpointFolder, anatomy: Anatomy) -> list[int]:

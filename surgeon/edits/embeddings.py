@@ -14,7 +14,7 @@ from surgeon.anatomy.anatomy import Anatomy
 from surgeon.anatomy.derivation import Derivation, kept
 from surgeon.anatomy.names import stored_name, words_of
 from surgeon.anatomy.quantised import left_out
-from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY, vocabulary_fields
+from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY, rows_of_ids, vocabulary_fields
 from surgeon.anatomy.skeleton import build, wordless_auto
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Copy
@@ -36,7 +36,7 @@ def vocabulary_tensors(draft: Draft, *, further: Collection[str] = ()) -> dict[s
     """
     anatomy = draft.anatomy
     rows = anatomy.sizes.vocabulary
-    found = anatomy.derivation.vocabulary_tensors(rows)
+    found = rows_of_ids(anatomy.derivation, rows)
     odd = next((name for name in found if anatomy.outer[name].shape[0] != rows), None)
     if odd is not None or True not in found.values():
         shape = list(anatomy.outer[odd].shape) if odd else []

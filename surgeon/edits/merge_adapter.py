@@ -408,17 +408,12 @@ def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[Merg
         why = ""
         if not any(product.scale for product in pairs):
             why = f"`lora_alpha` is {folder.facts.alpha:g}; give the adapter's own {ADAPTER_CONFIG}"
-        elif all(_is_zero(folder.read(product.up.tensor)) for product in pairs):
+        elif not any(folder.read(product.up.tensor).strip(b"\0") for product in pairs):
             why = f"B is zero in all {len(pairs)} matrices, as before training; give one that was saved after it"
         if why:
             raise BadInput(f"{printable(called)}: this adapter does nothing: {why}")
     adapter = MergedAdapter(facts=AdapterFacts.of(folder.facts), settings=settings)
     return adapter, known.rows
-
-
-def _is_zero(content: bytearray) -> bool:
-    """Return whether all bytes of a tensor are zero."""
-    return content.count(0) == len(content)
 
 
 def _shown(listed: list[Weighted]) -> str:

@@ -3,26 +3,100 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.anatomy.family import Part
 from surgeon.anatomy.growth import part_of
-from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.draft import Draft, LayerDraft
+from surgeon.blueprint.recipes import Copy, Recipe, whole
 from surgeon.errors import BadInput, printable
 
 # An expert's number in a tensor's suffix.
-EXPERT_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Parts of config keys with "expert" that count something else; and the keys for how many experts a token takes.
 _OTHERS = ("per_tok", "shared", "top", "active", "selected", "group")
 _AT_ONCE = re.compile(r".*experts_per_tok(en)?|.*expert.*top_?k|top_k_experts|moe_.*top_?k|moe_k|num_selected_experts")
 ExpertNumber = Annotated[int, Field(ge=0, le=65535)]
 LayerKey = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
-# By layer: its number of experts, and the parts that belong to them.
-Mixtures = Mapping[int, tuple[int, list[Part]]]
+# How a tensor of the output is made of one of the base.
+Made = Callable[[Copy, Part], Recipe]
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """The experts of a layer: their number, the parts of experts and router, and the number of their groups."""
+
+    count: int
+    parts: list[Part]
+    groups: int
+
+    @property
+    def by_group(self) -> list[range]:
+        """The numbers of the experts of each group."""
+        size = self.count // self.groups
+        return [range(begin, begin + size) for begin in range(0, self.count, size)]
+
+
+# The experts of each layer that has some.
+Mixtures = Mapping[int, LayerExperts]
+
+
+class Place(NamedTuple):
+    """One expert of the output: the base's expert `source`, or, if `new`, an expert made from it."""
+
+    source: int
+    new: bool
+
+
+def arrange(
+    home: LayerDraft,
+    own: Sequence[Part],
+    places: Sequence[Place],
+    draft: Draft,
+    *,
+    stacked: Made,
+    born: Made | None = None,
+) -> None:
+    """Give a layer the experts `places`, in this order, and renumber their tensors; other experts are left out.
+
+    Args:
+        home: The layer.
+        own: The parts of experts and router.
+        places: The experts of the output.
+        draft: The draft with the layer.
+        stacked: Makes a tensor that has a slice for each expert.
+        born: Makes a tensor of one new expert; None where no expert is new.
+    """
+    parts, made = {part.suffix: part for part in own}, dict[str, Recipe]()
+    copies: dict[int, list[int]] = {}
+    for place, (source, _) in enumerate(places):
+        copies.setdefault(source, []).append(place)
+    for suffix, recipe in home.tensors.items():
+        part = parts.get(suffix)
+        if part is None:
+            made[suffix] = recipe
+            continue
+        assert isinstance(recipe, Copy), suffix
+        number = None if part.expert is None else part.expert.number
+        if number is None:
+            made[suffix] = stacked(recipe, part)
+            home.rewritten[suffix] = draft.number
+            continue
+        for place in copies.get(number, ()):
+            name = _NUMBER.sub(str(place), suffix)
+            if places[place].new:
+                assert born is not None
+                made[name] = born(recipe, part)
+            else:
+                made[name] = recipe if place == number else whole(recipe)
+            if place != number:
+                home.rewritten[name] = draft.number
+    home.tensors = made
 
 
 def check_layers(named: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
@@ -34,12 +108,12 @@ def check_layers(named: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None
         )
 
 
-def mixtures_of(anatomy: Anatomy) -> dict[int, tuple[int, list[Part]]]:
-    """Return (number of experts, their parts) for each layer with experts.
+def mixtures_of(anatomy: Anatomy) -> dict[int, LayerExperts]:
+    """Return the experts of each layer that has some.
 
     Raises BadInput where there are none, they are quantised, or layers that predict further tokens have experts too.
     """
-    found: dict[int, tuple[int, list[Part]]] = {}
+    found: dict[int, LayerExperts] = {}
     for layer, number in enumerate(anatomy.kind_of):
         kind = anatomy.kinds[number]
         own = [
@@ -52,7 +126,8 @@ def mixtures_of(anatomy: Anatomy) -> dict[int, tuple[int, list[Part]]]:
                 f"layer {layer}: its experts are quantised, so their number cannot change; use the full-precision"
                 " model, or `dequantise` it first"
             )
-        found[layer] = next(part.blocks[0][1] for part in own if part.expert is None), own
+        count = next(part.blocks[0][1] for part in own if part.expert is None)
+        found[layer] = LayerExperts(count, own, kind.expert_groups)
     if not found:
         raise BadInput("no layer of this model has experts that surgeon understands; is it a mixture of experts?")
     if (further := next((name for name in anatomy.further if ".experts." in name), None)) is not None:

@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgeon.anatomy.anatomy import Anatomy, within
+from surgeon.anatomy.anatomy import Anatomy
 from surgeon.anatomy.dissect import dissect_folder
 from surgeon.anatomy.grafted_config import is_encoder
 from surgeon.anatomy.limits import context_of, vocabulary_of
+from surgeon.anatomy.shared import within
 from surgeon.anatomy.skeleton import wordless_auto
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo, check_dtype
@@ -140,7 +141,7 @@ class Checkpoint:
             for role, block in self.anatomy.blocks(index).items():
                 for suffix, info in tensors.items():
                     path = suffix.removesuffix(".weight")
-                    if within(suffix, block) and len(info.shape) > 1 and role in linear:
+                    if within(suffix, block.split()) and len(info.shape) > 1 and role in linear:
                         if path in modules:
                             linear[role][path] = None
                         else:

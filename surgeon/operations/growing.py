@@ -16,6 +16,7 @@ from typing import Literal
 from surgeon.anatomy.anatomy import Anatomy, LayerKind
 from surgeon.anatomy.family import Part, Role, inner_width
 from surgeon.anatomy.growth import part_of
+from surgeon.anatomy.widening import growths, inner_fields
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.errors import BadInput, printable
@@ -84,8 +85,8 @@ def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict
     The width grows by `by` neurons, or up to a multiple of `multiple_of`. Raises BadInput where no known field
     determines an FFN's width, where something besides FFNs would grow, or experts would get an unfit width.
     """
-    fields = draft.anatomy.derivation.inner_fields(by=by, multiple_of=multiple_of)
-    grown = list(draft.anatomy.derivation.growths(fields)) if fields else []
+    fields = inner_fields(draft.anatomy.derivation, by=by, multiple_of=multiple_of)
+    grown = list(growths(draft.anatomy.derivation, fields)) if fields else []
     for number, found in enumerate(grown):
         known = {part.suffix for part in draft.anatomy.kinds[number].parts if _of_ffn(part)}
         if unknown := sorted(found.keys() - known):
@@ -164,7 +165,7 @@ def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
 
 _HEAD_NORMS: frozenset[str] = frozenset({"query_norm", "key_norm"})
 # Fields that count heads of keys and values.
-_KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
+KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
 _HEAD_DIM = "head_dim"
 
 
@@ -181,7 +182,7 @@ def wider_heads(draft: Draft, groups: int) -> tuple[dict[str, int], Growths]:
     fields = {"num_attention_heads": after * each, "num_key_value_heads": after}
     part = part_of(draft.config, draft.anatomy.derivation.path)
     # Some layers may have other numbers of key-value heads, in fields of their own.
-    others = {key: value for key, value in part.items() if _KEYS.fullmatch(key) and type(value) is int}
+    others = {key: value for key, value in part.items() if KEYS.fullmatch(key) and type(value) is int}
     fields |= {key: value * after // sizes.kv_heads for key, value in others.items()}
     found = _head_growths(draft.anatomy, fields)
     if found is None:
@@ -202,7 +203,7 @@ def _head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str
     before, after = anatomy.sizes.kv_heads, fields["num_key_value_heads"]
     for more in ({}, {_HEAD_DIM: anatomy.sizes.head_dim}):
         with contextlib.suppress(BadInput):
-            grown = anatomy.derivation.growths({**fields, **more})
+            grown = growths(anatomy.derivation, {**fields, **more})
             if any(grown) and all(of * after == to * before for here in grown for _, of, to in here.values()):
                 return {**fields, **more}, grown
     return None

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.anatomy.anatomy import within
+from surgeon.anatomy.shared import within
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
@@ -403,7 +403,7 @@ def _query_and_value(draft: Draft, layer: int, linear: Mapping[str, object]) -> 
     if {"query", "value"} <= {role for path in chosen for role in known[path]}:
         return chosen
     block = draft.blocks(layer).get(ATTENTION, "")
-    here = [path for path in linear if within(path, block)]
+    here = [path for path in linear if within(path, block.split())]
     found = tuple(path for path in here if _QUERY_VALUE.fullmatch(_last(path.removesuffix(_INSIDE))))
     if not any(_last(path) == "kv_b_proj" for path in here):
         # Where `kv_b_proj` expands values from cached latents, it runs on other tokens: adapt what makes the latents.

@@ -120,7 +120,7 @@ def _check_options(dtypes: Sequence[str], device: str, text: Path | None) -> Non
         raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
     devices.check(device)
     if text is not None:
-        check_readable(text, what="text")
+        check_readable(text)
 
 
 def _adapted(adapters: Sequence[str], manifest: Manifest, pair: _Pair, *, whole: bool) -> Callable[[Any], Any]:

@@ -15,9 +15,8 @@ from typing import Any, Self
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.linking import can_clone, check_linkable, clone, hard_link
-from surgeon.checkpoint.open_files import Stamp
 from surgeon.checkpoint.ranges import sha256_range
-from surgeon.checkpoint.source import LocalSource, OpenShards
+from surgeon.checkpoint.source import LocalSource, OpenShards, Stamp
 from surgeon.checkpoint.staging import working_folder
 from surgeon.common.formatting import size
 from surgeon.common.json_results import plain_fields

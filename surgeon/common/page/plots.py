@@ -33,10 +33,10 @@ class Axis:
     log: bool = False
 
     @classmethod
-    def over(cls, words: str, values: Iterable[float], *, low: float | None = None, high: float | None = None) -> Axis:
-        """Return the axis that contains all values; `low` and `high` replace their minimum and maximum."""
+    def over(cls, words: str, values: Iterable[float], *, high: float | None = None) -> Axis:
+        """Return the axis that contains all values; `high` replaces their maximum."""
         every = [*values]
-        least, most = min(every) if low is None else low, max(every) if high is None else high
+        least, most = min(every), max(every) if high is None else high
         if most - least <= 1e-9 * max(abs(least), abs(most), 1e-300):
             spread = max(abs(least) * 0.1, 1e-6)
             least, most = least - spread, most + spread
@@ -104,11 +104,12 @@ def lines(
     up: Axis,
     *,
     key: str,
-    summary: str = "",
     width: float = WIDTH,
     height: float = 206.0,
 ) -> Markup:
     """Draw lines over a common pair of axes, each with its name at its end.
+
+    The description for screen readers has each line's first and last value.
 
     Args:
         title: the picture's name
@@ -116,11 +117,10 @@ def lines(
         across: the horizontal axis
         up: the vertical axis
         key: unique on the page
-        summary: the description for screen readers; by default each line's first and last value
         width: the picture's width, in units
         height: its height
     """
-    described = summary or "; ".join(
+    described = "; ".join(
         f"{one.name}: {_short(one.points[0][1])} to {_short(one.points[-1][1])}" for one in series if one.points
     )
     size = width, height

@@ -8,7 +8,7 @@ the growth of the loss without only expert j. The weights of one layer at a time
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from surgeon.anatomy.mixture import expert_modules
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.errors import BadInput, printable
@@ -102,16 +103,14 @@ class Experts:
 
     def _judge(self) -> None:
         """Fill `reap` and `frequency` by running the base on the first text."""
-        handles = [
-            block.experts.register_forward_pre_hook(
-                lambda module, given, named, layer=layer: self._add(layer, module, [*given, *named.values()]),
-                with_kwargs=True,
-            )
-            for layer, block in self._blocks.items()
-        ]
-        self._losses(self._judged)
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as hooks:
+            for layer, block in self._blocks.items():
+                hook = block.experts.register_forward_pre_hook(
+                    lambda module, given, named, layer=layer: self._add(layer, module, [*given, *named.values()]),
+                    with_kwargs=True,
+                )
+                hooks.enter_context(hook)
+            self._losses(self._judged)
         for layer, total in self.reap.items():
             total.div_(self.frequency[layer].clamp_min(1))
 
@@ -185,11 +184,7 @@ def _cut(block: _Block) -> None:
 
 def _block(layer: nn.Module, number: int, count: int) -> _Block:
     """Return the experts of a layer in memory. Raises BadInput where they are not in one module."""
-    found = [
-        path
-        for path, module in layer.named_modules()
-        if (down := module._parameters.get("down_proj")) is not None and down.ndim == 3
-    ]
+    found = expert_modules(layer)
     if len(found) != 1:
         raise BadInput(f"layer {number}: transformers has its experts in {len(found)} modules, which are not measured")
     experts = layer.get_submodule(found[0])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from surgeon.anatomy.skeleton import Skeleton
 from surgeon.errors import BadInput, printable
 
 Form = Literal["shared", "copies"]
@@ -75,26 +74,10 @@ class Dense:
 
     config: Mapping[str, Any]
     full: Mapping[str, Any]
-    layers: tuple[Mapping[str, tuple[int, ...]], ...]
-    stem: str = STEM
+    layers: Sequence[Mapping[str, tuple[int, ...]]]
+    stem: str
 
-    @classmethod
-    def of(
-        cls,
-        config: Mapping[str, Any],
-        skeleton: Skeleton,
-        layers: Iterable[Mapping[str, tuple[int, ...]]],
-        stem: str = STEM,
-    ) -> Dense:
-        """Return a base as transformers builds it.
-
-        Raises NoTarget where its layers fit no class, or BadInput like `check`.
-        """
-        dense = cls(config, skeleton.text.to_dict(), tuple(layers), stem)
-        dense.check()
-        return dense
-
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise NoTarget where no class can hold the FFNs (none of plain matrices, biases, or several widths).
 
         Raises BadInput where all FFNs have experts.
@@ -104,7 +87,9 @@ class Dense:
             raise NoTarget(
                 f"layer {mixed} has experts already, and those of the classes known here are all alike; {BESIDE}"
             )
-        check_no_experts(suffix for shapes in self.layers for suffix in shapes)
+        if mixed is not None:
+            experts = printable(_experts_in(self.layers[mixed]))
+            raise BadInput(f"{experts}: the base is a mixture of experts already; use its dense original")
         if not self.holders:
             raise NoTarget(
                 "its layers have no MLP of gate_proj, up_proj and down_proj (or gate_up_proj), and experts of the"
@@ -222,12 +207,6 @@ class Dense:
 def _has(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, str, str]) -> bool:
     """Return whether a layer has all matrices of an FFN with these names."""
     return all(f"{name}.weight" in shapes for name in names if name)
-
-
-def check_no_experts(suffixes: Iterable[str]) -> None:
-    """Raise BadInput where a layer's tensors, by suffix, include experts."""
-    if experts := _experts_in(suffixes):
-        raise BadInput(f"{printable(experts)}: the base is a mixture of experts already; use its dense original")
 
 
 def _experts_in(suffixes: Iterable[str]) -> str:

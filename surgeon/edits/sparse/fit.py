@@ -112,7 +112,7 @@ def _dense(told: str) -> Dense:
     """Return the base from its JSON text `told`; kept, because building it takes time."""
     config, kinds, numbers, stem = json.loads(told)
     shapes = [{suffix: tuple(shape) for suffix, shape in kind.items()} for kind in kinds]
-    return Dense.of(config, build(config), [shapes[number] for number in numbers], stem)
+    return Dense(config, build(config).text.to_dict(), [shapes[number] for number in numbers], stem)
 
 
 @functools.lru_cache(maxsize=64)
@@ -180,7 +180,7 @@ def _unlike(target: Target, base: Dense, plain: tuple[int, ...]) -> str:
             for index in range(len(twin.layers))
         ]
         shapes = [{suffix: tuple(value.shape) for suffix, value in each.items()} for each in own]
-        dense = Dense.of(shrunk(base.config), twin, shapes, base.stem)
+        dense = Dense(shrunk(base.config), twin.text.to_dict(), shapes, base.stem)
         tensors = {name: value for name, value in held.items() if not name.startswith(stem)}
         draws = torch.Generator().manual_seed(0)
         for index, layer in enumerate(own):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from surgeon.anatomy.derived import Derived
 from surgeon.anatomy.family import Axes, Axis
 from surgeon.anatomy.running import agree, run_prefill
-from surgeon.anatomy.silence import null_of, some_tokens
+from surgeon.anatomy.silence import first_calls, null_of, some_tokens
 from surgeon.anatomy.skeleton import Skeleton
 from surgeon.anatomy.widening import flat_fields
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
+from surgeon.operations.growing import KEYS
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 HIDDEN = "hidden_size"
-KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
 # How an axis may be divided: into queries, keys and values, into blocks as wide as the stream, or not at all.
 _SPLITS = ("heads", "hidden", "whole")
 _MOST_TRIALS = 16
@@ -51,8 +50,10 @@ class Probe:
         """
         self._base, self._wide, self._kind_of, self._times = base, wide, derived.kind_of, times
         self._derived = derived
-        self._calls: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
-        self._record()
+        paths = {module: path for path, module in base.model.named_modules()}
+        with first_calls(paths) as calls:
+            base.model(input_ids=some_tokens(base), use_cache=False)
+        self._calls = {paths[module]: call for module, call in calls.items()}
         held, grown = (
             {
                 name: value
@@ -72,20 +73,6 @@ class Probe:
         others += held.keys() ^ grown.keys()
         # Names a tensor of the wider twin whose sizes are not `times` the base's; empty where there is none.
         self.odd = f"{printable(min(others))} would be another" if others else ""
-
-    def _record(self) -> None:
-        """Record the first inputs of each module, in the order in which modules run."""
-        handles = []
-        for path, module in self._base.model.named_modules():
-
-            def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
-                """Record the inputs of a module's first call."""
-                self._calls.setdefault(path, (module, args, kwargs))
-
-            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-        self._base.model(input_ids=some_tokens(self._base), use_cache=False)
-        for handle in handles:
-            handle.remove()
 
     def trials(self) -> Iterator[Trial]:
         """Yield trials, the likeliest first: sides that outputs show, and both sides for axes that no output shows.
@@ -112,10 +99,9 @@ class Probe:
 
     def _first_ones(self) -> Iterator[tuple[str, list[int]]]:
         """Yield (name, axes) for each tensor that grows outside the layers, or in the lowest layer of each kind."""
-        firsts = {self._kind_of.index(kind) for kind in self._kind_of}
         for name, axes in self._grows.items():
             layer = self._layer_of(name)
-            if layer is None or layer[0] in firsts:
+            if layer is None or layer[0] in self._derived.firsts:
                 yield name, axes
 
     def _layer_of(self, name: str) -> tuple[int, str] | None:
@@ -136,11 +122,10 @@ class Probe:
         call = self._calls.get(name.rpartition(".")[0])
         if call is None:
             return None
-        module, args, kwargs = call
         size = self._held[name].shape[axis]
-        before = _numbers(module(*args, **kwargs))
+        before = _numbers(call.layer(*call.args, **call.kwargs))
         with _moved(self._held[name], axis):
-            after = _numbers(module(*args, **kwargs))
+            after = _numbers(call.layer(*call.args, **call.kwargs))
         differing = [one != other for one, other in zip(before, after, strict=True) if not torch.equal(one, other)]
         if not differing:
             return None

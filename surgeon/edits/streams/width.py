@@ -16,7 +16,7 @@ import json
 import operator
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from surgeon.anatomy.derivation import Derivation, kept
 from surgeon.anatomy.derived import Derived
@@ -25,17 +25,15 @@ from surgeon.anatomy.growth import part_of
 from surgeon.anatomy.running import run_prefill
 from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.shared import shared_in
-from surgeon.anatomy.silence import some_tokens
+from surgeon.anatomy.silence import first_calls, some_tokens
 from surgeon.anatomy.skeleton import Skeleton, build
 from surgeon.anatomy.twin import WIDTHS, shrunk, twin_of_small
 from surgeon.anatomy.widening import flat_fields
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
-from surgeon.edits.streams.sides import HIDDEN, KEYS, Probe, heads_of
+from surgeon.edits.streams.sides import HIDDEN, Probe, heads_of
 from surgeon.errors import BadInput, printable
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from surgeon.operations.growing import KEYS
 
 # Fields of a wider model's config; growing axes by suffix, for each kind of layers; growing axes outside the layers.
 Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
@@ -147,18 +145,10 @@ def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
     """Return whether the first layer's input already differs from the base's."""
     import torch
 
-    reached: list[Tensor] = []
-    for twin in (base, wider):
-
-        def reach(_module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            """Record the first layer's input."""
-            reached.append(given[0] if given else named["hidden_states"])
-
-        handle = twin.layers[0].register_forward_pre_hook(reach, with_kwargs=True)
-        with torch.no_grad():
+    with torch.no_grad(), first_calls([base.layers[0], wider.layers[0]]) as calls:
+        for twin in (base, wider):
             run_prefill(twin, some_tokens(base))
-        handle.remove()
-    one, other = reached
+    one, other = (call.stream for call in calls.values())
     return not torch.allclose(one, other[..., : one.shape[-1]])
 
 

@@ -116,7 +116,7 @@ def grow(
                 check_words(wanted, after, old.rows, listed)
             measured = tuple(measured_text(use, paths, tokenizer, after) for use, paths in texts if paths)
     return Grown(
-        kind="byte-level BPE" if old.read.byte_level else old.read.kind,
+        kind=read.shown,
         how=how,
         rows=rows,
         made_of=tuple(map(tuple, made_of)),

@@ -36,11 +36,6 @@ class Old:
             )
 
     @cached_property
-    def contents(self) -> dict[int, str]:
-        """Return the contents of the model's own tokens, by id."""
-        return {number: content for content, number in self.read.vocabulary.items()}
-
-    @cached_property
     def lowest(self) -> float:
         """Return the lowest score of a Unigram, which is the score of new tokens for single characters."""
         return min(self.read.scores.values(), default=0.0)
@@ -94,7 +89,11 @@ class Maker:
 
     def content(self, number: int) -> str:
         """Return the content of an old or a new token."""
-        return self.old.contents[number] if number < self.old.rows else self.new.tokens[number - self.old.rows].content
+        return (
+            self.old.read.contents[number]
+            if number < self.old.rows
+            else self.new.tokens[number - self.old.rows].content
+        )
 
     def made_of(self, number: int) -> tuple[int, ...]:
         """Return the old ids that a token is made of; for an old token, its own id."""
@@ -123,7 +122,7 @@ class Maker:
     def score(self, number: int) -> float:
         """Return the score of an old or a new Unigram token; 0 for other kinds."""
         if number < self.old.rows:
-            return self.old.read.scores.get(self.old.contents[number], 0.0)
+            return self.old.read.scores.get(self.old.read.contents[number], 0.0)
         return self.new.tokens[number - self.old.rows].score
 
 

@@ -131,8 +131,7 @@ def trim(base: CheckpointFolder, wanted: Wanted, *, rows: int, multiple: int, me
             check_ids(old, wanted_ids, after.vocabulary())
             texts = [("kept", wanted.texts), ("measured", tuple(measure))]
             measured = tuple(measured_text(use, paths, tokenizer, after, kept) for use, paths in texts if paths)
-    kind = "byte-level BPE" if read.byte_level else read.kind
-    return Trimmed(kind, ", ".join(said), kept, made, measured)
+    return Trimmed(read.shown, ", ".join(said), kept, made, measured)
 
 
 def _keep_wanted(

@@ -68,6 +68,11 @@ def ids_in(data: Any, file: str) -> set[int]:
 
 def ids_named(data: Any) -> set[int]:
     """Return the ids in JSON data, as `renumbered` finds them."""
+    return _noted(renumbered, data)
+
+
+def _noted(walk: Callable[[Any, Callable[[int], int]], Any], data: Any) -> set[int]:
+    """Return the ids in JSON data that `walk` passes to the function that is to change them."""
     found: set[int] = set()
 
     def note(number: int) -> int:
@@ -75,7 +80,7 @@ def ids_named(data: Any) -> set[int]:
         found.add(number)
         return number
 
-    renumbered(data, note)
+    walk(data, note)
     return found
 
 
@@ -153,14 +158,9 @@ class Closure:
             seen.add(pieces[at])
         return seen
 
-    @cached_property
-    def _contents(self) -> dict[int, str]:
-        """Return the tokens' contents by id."""
-        return {number: content for content, number in self.read.vocabulary.items()}
-
     def of(self, number: int) -> set[int]:
         """Return a token and, for a BPE, the tokens that it is merged from."""
-        content = self._contents.get(number)
+        content = self.read.contents.get(number)
         if content is None or self.read.kind != "BPE":
             return {number}
         vocabulary = self.read.vocabulary
@@ -199,20 +199,12 @@ def ids_of_file(name: str, content: bytes) -> set[int]:
     """
     if name == TOKENIZER_FILE:
         data = _parsed(name, content)
-        found = ids_in({key: data[key] for key in ("padding", "truncation") if key in data}, name)
-        found |= {pad} if type(pad := (data.get("padding") or {}).get("pad_id")) is int else set()
-
-        def note(number: int) -> int:
-            """Add an id to the found ones."""
-            found.add(number)
-            return number
-
-        _processed(data.get("post_processor"), note)
-        return found | {entry["id"] for entry in data.get("added_tokens") or ()}
+        named = ids_in({key: data[key] for key in ("padding", "truncation") if key in data}, name)
+        return named | _noted(_beside_model, data)
     if name not in _SETTINGS:
         return set()
     data = _parsed(name, content)
-    return ids_in(data, name) | {int(number) for number in data.get(_ADDED) or () if number.isdecimal()}
+    return ids_in(data, name) | _noted(_settings, data)
 
 
 def trimmed_files(files: Mapping[str, bytes], kept: Sequence[int]) -> dict[str, bytes | None]:
@@ -242,10 +234,16 @@ def trimmed_files(files: Mapping[str, bytes], kept: Sequence[int]) -> dict[str, 
 def _with_ids(name: str, content: bytes, change: Callable[[int], int]) -> bytes:
     """Return a settings file with its ids changed; the same bytes where no id changes."""
     data = _parsed(name, content)
-    made = renumbered(data, change)
+    made = _settings(data, change)
+    return content if made == data else _json(made)
+
+
+def _settings(data: Mapping[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
+    """Return the content of a settings file with its ids changed."""
+    made: dict[str, Any] = renumbered(data, change)
     if isinstance(entries := data.get(_ADDED), Mapping):
         made[_ADDED] = {str(change(int(n))) if n.isdecimal() else n: entry for n, entry in entries.items()}
-    return content if made == data else _json(made)
+    return made
 
 
 def _trimmed_json(content: bytes, new: Mapping[int, int], change: Callable[[int], int]) -> bytes:
@@ -263,12 +261,17 @@ def _trimmed_json(content: bytes, new: Mapping[int, int], change: Callable[[int]
         there = {token for token, number in read.vocabulary.items() if number in new}
         pairs = zip(model["merges"], Closure(read).pairs, strict=True)
         model["merges"] = [each for each, (one, other) in pairs if {one, other, one + other} <= there]
-    made = data | {"model": model, "post_processor": _processed(data.get("post_processor"), change)}
+    return _json(_beside_model(data, change) | {"model": model})
+
+
+def _beside_model(data: Mapping[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
+    """Return the content of tokenizer.json with the ids changed that it names outside its model."""
+    made = {**data, "post_processor": _processed(data.get("post_processor"), change)}
     if made.get("added_tokens"):
         made["added_tokens"] = [entry | {"id": change(entry["id"])} for entry in data["added_tokens"]]
     if isinstance(padding := data.get("padding"), dict) and type(padding.get("pad_id")) is int:
         made["padding"] = padding | {"pad_id": change(padding["pad_id"])}
-    return _json(made)
+    return made
 
 
 def _processed(data: Any, change: Callable[[int], int]) -> Any:

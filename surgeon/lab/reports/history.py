@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from surgeon.anatomy.anatomy import Anatomy, layer_of, owner_of
+from surgeon.anatomy.rows_of_ids import rows_of_ids
 from surgeon.blueprint.grafts import Graft, grafts_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
@@ -144,7 +145,7 @@ def wider_ends(folder: CheckpointFolder, history: History, anatomy: Anatomy) -> 
     ]
     if not grown:
         return ()
-    words = anatomy.derivation.vocabulary_tensors(anatomy.sizes.vocabulary)
+    words = rows_of_ids(anatomy.derivation, anatomy.sizes.vocabulary)
     return tuple(WiderEnd(name, before, after, words.get(name, False)) for name, before, after in grown)
 
 

@@ -81,7 +81,7 @@ def report(
         check_place(page)
     for text in texts.values():
         if text is not None:
-            check_readable(text, what="text")
+            check_readable(text)
     findings = gather(
         Path(out),
         base,

@@ -66,7 +66,7 @@ def _opened(
         _check_record_place(to)
     for text in texts.values():
         if text is not None:
-            check_readable(text, what="text")
+            check_readable(text)
     folder = CheckpointFolder.open(out, trust_remote_code=trust_remote_code)
     for note in folder.notes:
         listener.say(note)

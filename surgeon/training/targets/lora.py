@@ -18,7 +18,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgeon.anatomy.anatomy import Anatomy, within
+from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.shared import within
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Adapted, Copy, Imported, Place, Product
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -214,7 +215,7 @@ def _of_blocks(anatomy: Anatomy, targets: str, where: str) -> set[str]:
             if (block := blocks.get(role)) is None:
                 continue
             for suffix, info in tensors.items():
-                if not within(suffix, block) or len(info.shape) < 2:
+                if not within(suffix, block.split()) or len(info.shape) < 2:
                     continue
                 if suffix.removesuffix(_WEIGHT) not in linear:
                     raise BadInput(
