@@ -69,6 +69,7 @@ _RECALL, _LEAST_RECALL, _ANSWERS = 250, 2000, 4000
 _WRITTEN = 128
 _HELD_OUT = 0.1
 _FEWEST_STEPS = 10
+_MOST_MINUTES = 100_000
 # How much held-out text models are measured on.
 _MEASURED: Mapping[str, Any] = {"most": 16, "length": 256}
 _SHOWN = 10
@@ -86,7 +87,8 @@ class Learned:
     """What `learn` made: the model at `path`, how, and what it learned and kept beside the base.
 
     `way` is layers, most or exact; `share` is the run's share in the blend with its base (1: no blend); `commands`
-    make the same model by hand, in the folder `work`.
+    make the same model by hand, in the folder `work`. `verification` is None where all of an output of surgeon trained,
+    whose promise is to the base of its surgery.
     """
 
     path: Path
@@ -99,7 +101,7 @@ class Learned:
     seconds: float
     commands: tuple[str, ...]
     evaluation: Evaluation[SourceScores]
-    verification: Verification
+    verification: Verification | None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`.
@@ -111,7 +113,7 @@ class Learned:
             `steps`, `share`: steps of training, and the run's share in the blend with its base (1: no blend)
             `seconds`: of the whole call
             `commands`: what makes the same model by hand
-            `evaluation`, `verification`: the keys of `evaluate` and of `verify`
+            `evaluation`, `verification`: the keys of `evaluate` and of `verify`; `verification` may be null
         """
         return plain_fields(self)
 
@@ -167,8 +169,11 @@ def learn(
     begun = time.perf_counter()
     if most and exact:
         raise BadInput("--most trains all of the base, --exact only new layers behind a gate; give one of them")
-    if not minutes > 0:
-        raise BadInput(f"--minutes {minutes:g}: must be more than 0")
+    if not 0 < minutes <= _MOST_MINUTES:
+        raise BadInput(f"--minutes {minutes:g}: must be more than 0, and at most {_MOST_MINUTES:,}")
+    if not 0 <= seed < 2**32:
+        # Of a training file, which would refuse it after the recall and the first pilot.
+        raise BadInput(f"--seed {seed}: must be at least 0, and below {2**32:,}")
     way = "most" if most else "exact" if exact else "layers"
     target = Path(to)
     opened = open_checkpoint(base, trust_remote_code=trust_remote_code)
@@ -195,7 +200,9 @@ def learn(
         seconds=time.perf_counter() - begun,
         commands=run.commands(share),
         evaluation=measured,
-        verification=verify(opened.path, target, logits=False, trust_remote_code=trust_remote_code),
+        verification=None
+        if run.continues
+        else verify(opened.path, target, logits=False, trust_remote_code=trust_remote_code),
     )
 
 
@@ -277,6 +284,11 @@ class _Learning:
     def _written(self) -> int:
         """The longest text that the base writes, in tokens."""
         return min(_WRITTEN, self.base.context or _WRITTEN)
+
+    @property
+    def continues(self) -> bool:
+        """Whether all of an output of surgeon trains: the run then belongs to its last surgery."""
+        return self.way == "most" and self.base.manifest is not None
 
     def say(self, line: str) -> None:
         """Show a line."""
@@ -419,7 +431,7 @@ class _Learning:
             self.say(f"training: {decided['steps']:,} steps at the rate {decided['rate']:g}")
             train(grown, self.work / "train.yaml", run, **self.running)
         share = 1.0
-        if self.way == "most" and self.base.manifest is not None:
+        if self.continues:
             # A blend needs the model before the last surgery, and this run began after it.
             self.say("the base is an output of surgeon and all of it trained, so the run is not blended")
         elif self.way != "exact":
@@ -473,15 +485,20 @@ def learned_view(learned: Learned) -> RenderableType:
                 Text(f"  this model  {'the same' if texts[0] == texts[1] else texts[1]}"),
             ]
         parts += [Text()]
-    holds = learned.verification.holds
+    proof = learned.verification
+    said = "is complete; " + (
+        "`surgeon verify` proves it beside the base of its last surgery"
+        if proof is None
+        else f"what it promises of the base {'holds' if proof.holds else 'FAILS'}"
+    )
     blended = "" if learned.share == 1 else f", {learned.share:g} of it and the rest of the base"
     parts += [
         Text(f"{learned.steps:,} steps at the rate {learned.rate:g}{blended}; {learned.seconds / 60:.1f} minutes"),
         Text(f"by hand, in {printable(str(learned.work))}:", style="dim"),
         *(Text(f"  {printable(command, 1000)}", style="dim") for command in learned.commands),
         Text(
-            f"{printable(str(learned.path))} is complete; what it promises of the base {'holds' if holds else 'FAILS'}",
-            style="bold green" if holds else "bold red",
+            f"{printable(str(learned.path))} {said}",
+            style="bold green" if proof is None or proof.holds else "bold red",
         ),
     ]
     return Group(*parts)

@@ -81,6 +81,12 @@ def test_an_output_is_a_base_of_which_all_trains(base: Path) -> None:
     listener = Quiet()
     found = learned(grown, most=True, listener=listener)
     assert found.share == 1 and any("is not blended" in line for line in listener.said)
+    assert found.verification is None and surgeon.verify(base, base.parent / "run", logits=False).holds
+    check_json(found)
+    console = Console(width=240)
+    with console.capture() as shown:
+        console.print(learned_view(found))
+    assert "proves it beside the base of its last surgery" in shown.get() and "FAILS" not in shown.get()
 
 
 def test_it_continues_where_it_was_cut_off(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +159,9 @@ def test_refusals(base: Path) -> None:
         ({"most": True, "exact": True}, "give one of them"),
         ({"minutes": 0}, "--minutes 0: must be more than 0"),
         ({"minutes": float("nan")}, "--minutes nan: must be more than 0"),
+        ({"minutes": float("inf")}, "--minutes inf: must be more than 0, and at most 100,000"),
+        ({"seed": 2**32}, "--seed 4294967296: must be at least 0, and below 4,294,967,296"),
+        ({"seed": -1}, "--seed -1: must be at least 0"),
         ({"answers": folder / "none.txt"}, "none.txt"),
         ({"minutes": 0.01}, "has time for 4 steps of 512 tokens here, from which little is learned; give about"),
     ):
