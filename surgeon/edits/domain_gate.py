@@ -93,11 +93,13 @@ class DomainGate(Operation):
         ),
     ] = OPENS
     closes: Annotated[
-        Literal[False] | Annotated[float, Field(ge=0, allow_inf_nan=False)] | None,
+        Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal[False] | None,
         Field(
+            # In this order, as `Literal[False]` takes 0.
+            union_mode="left_to_right",
             description="evidence of original text, in nats, that closes an open gate; for prefix_mean and token how"
             " far the score falls below the threshold; false: it stays open to the end of the document; default: 6 for"
-            " cusum, else false"
+            " cusum, else false",
         ),
     ] = None
 

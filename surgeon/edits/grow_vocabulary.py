@@ -13,6 +13,7 @@ overwritten, no shape changes, and the bound is the same.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -99,11 +100,13 @@ class GrowVocabulary(Operation):
             raise ValueError(
                 "empty, so there is nothing to add: name words in `tokens`, or `special` or `added` tokens"
             )
-        for mark in (*self.special, *self.added):
+        for mark, times in Counter((*self.special, *self.added)).items():
             if not 0 < len(mark.strip()) <= len(mark) <= _LONGEST:
                 raise ValueError(
                     f"{printable(repr(mark), 60)}: write a token of 1 to {_LONGEST} characters, not of white space only"
                 )
+            if times > 1:
+                raise ValueError(f"{printable(repr(mark), 60)}: {times} times in `special` and `added`; list it once")
         if isinstance(tokens, Learn) and tokens.how == "unseen" and tokens.keep is None:
             raise ValueError("`how: unseen` needs `keep`, the text that is to tokenise as before")
         if isinstance(tokens, Learn) and tokens.how != "unseen" and tokens.keep is not None:

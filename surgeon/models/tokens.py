@@ -89,7 +89,10 @@ def token_batches(
     tokens = torch.tensor(list(stream if limit is None else islice(stream, limit)), dtype=torch.long)
     full = len(tokens) // window
     if full == 0:
-        raise BadInput(f"{source} gives {len(tokens)} tokens, fewer than one window of {window}; use a smaller window")
+        raise BadInput(
+            f"{source} gives {len(tokens)} tokens, fewer than one window of {window}; give more text, or a smaller"
+            " window"
+        )
     ids = tokens[: full * window].view(full, window)
     check_ids((int(ids.min()), int(ids.max())), tokenizer, rows=vocabulary)
     return TokenBatches(ids, source)
@@ -134,6 +137,11 @@ def documents_of(path: Path, characters: int | None = None) -> Iterator[str]:
         raise BadInput(f"{shown}: cannot be read ({error.strerror}); check the path") from error
     if not stat.S_ISREG(mode):
         raise BadInput(f"{shown}: not a regular file; expected .jsonl or plain text; give a file")
+    if path.suffix.lower() == ".json":
+        raise BadInput(
+            f"{shown}: brackets and quotes of a .json file would count as text; write a line"
+            ' {"text": "…"} for each text, and name the file .jsonl'
+        )
     return _json_lines(path, shown) if path.suffix.lower() == ".jsonl" else _plain(path, shown, characters)
 
 

@@ -218,6 +218,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no list": ({"special": "<a>"}, r"`operations.0.special` is \"<a>\"; it takes \[TEXT"),
     "there": ({"special": ["<a>", "<s>", " the"]}, r"1 \('<s>'\): already a token \('<s>', id 1\), and so are 2"),
     "a word": ({"special": ["zebra"], "tokens": ["zebra"]}, r"`tokens` 0 \('zebra'\): already a token"),
+    "twice": ({"special": ["<a>", "<a>"]}, r"plan.yaml:1: .*'<a>': 2 times in `special` and `added`; list it once"),
+    "special and not": ({"special": ["<a>"], "added": ["<a>"]}, r"'<a>': 2 times in `special` and `added`"),
     "a byte": (
         {"special": ["é"]},
         r"0 \('é'\): the vocabulary writes a single byte so \(id 169\).* in `tokens`",
@@ -247,11 +249,6 @@ def test_more_tokens_than_rows_lead_to_rows(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"op": "grow_vocabulary", "special": ["<a>"]})
     with pytest.raises(BadInput, match=r"add rows first \(`pad_to`, `vocabulary: 300`\)"):
         surgeon.preview(plan, base_of(tmp_path / "base", rows=290))
-
-
-def test_a_token_that_is_listed_twice_is_added_once(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, {"op": "grow_vocabulary", "special": ["<a>", "<a>"], "added": ["<a>"]})
-    assert surgeon.preview(plan, base_of(tmp_path / "base", rows=320)).blueprint.new_rows == range(300, 301)
 
 
 def test_an_id_that_transformers_gives_otherwise_is_named(tmp_path: Path) -> None:

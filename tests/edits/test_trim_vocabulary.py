@@ -242,12 +242,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "all stays": ({"scripts": ["Latin"], "pad_to_multiple_of": 400}, "all 400 rows would stay"),
     "no such script": ({"scripts": ["Klingon-ish"]}, "there is no script Klingon-ish"),
     "no such text": ({"text": "none.jsonl"}, "none.jsonl: no such text"),
+    "an empty text": ({"text": "empty.txt", "scripts": ["Latin"]}, "empty.txt: none of its 0 tokens occurs `least: 1`"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_name_what_was_found(case: str, trimmed: tuple[Path, Path], tmp_path: Path) -> None:
     entry, message = REFUSED[case]
+    (tmp_path / "empty.txt").touch()
     write_plan(tmp_path / "plan.yaml", [{"op": "trim_vocabulary", **entry}])
     with pytest.raises(BadInput, match=message):
         surgeon.preview(tmp_path / "plan.yaml", trimmed[0])

@@ -102,12 +102,15 @@ def test_texts_that_cannot_be_read(folder: Path, tmp_path: Path) -> None:
     binary.write_bytes(b"abc\xff")
     empty = tmp_path / "empty.txt"
     empty.touch()
+    listed = tmp_path / "list.json"
+    listed.write_text('["a text", "ano')
     for path, words in (
         (tmp_path / "absent", "No such file"),
         (tmp_path, "not a regular file"),
         (fifo, "not a regular file"),
         (binary, r"not UTF-8 text \(byte 3"),
-        (empty, "0 tokens"),
+        (empty, "0 tokens.* give more text"),
+        (listed, "would count as text; write a line"),
     ):
         with pytest.raises(BadInput, match=words):
             token_batches(folder, text=path, window=2, vocabulary=VOCABULARY)

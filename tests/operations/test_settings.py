@@ -36,8 +36,8 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-def surgery(base: Path, operation: dict[str, Any]) -> dict[str, Any]:
-    plan = surgeon.parse_plan(json.dumps({"surgeon": 1, "operations": [operation]}))
+def surgery(base: Path, *operations: dict[str, Any]) -> dict[str, Any]:
+    plan = surgeon.parse_plan(json.dumps({"surgeon": 1, "operations": operations}))
     return for_each_layer(surgeon.preview(plan, base).blueprint.config["surgery"])
 
 
@@ -61,3 +61,12 @@ def test_loras_count_alpha_by_rank_times(alpha: int | None, scale: float, base: 
     for layer in surgery(base, operation)["experts"]:
         for slot in layer["slots"]:
             assert (slot["rank"], slot["scale"], slot["dropout"]) == (4, scale, 0.1)
+
+
+@pytest.mark.parametrize(("closes", "stored"), [(0, 0.0), (0.0, 0.0), (2, 2.0), (False, None)])
+def test_a_gate_that_closes_at_nothing_is_not_one_that_stays_open(
+    closes: float | bool, stored: float | None, base: Path
+) -> None:
+    gate = {"op": "domain_gate", "reads": "token", "closes": closes}
+    found = surgery(base, {"op": "gated_adapters", "size": 4}, gate)["domain_gate"][0]["closes"]
+    assert found == stored and (found is None) == (stored is None)

@@ -90,6 +90,10 @@ OPERATIONS = [
         "' ': write a token of 1 to ",
     ),
     (
+        "op: grow_vocabulary, special: [<a>], added: [<a>]",
+        "'<a>': 2 times in `special` and `added`; list it once",
+    ),
+    (
         "op: grow_vocabulary",
         "empty, so there is nothing to add: name words in `tokens`, or `special` or `added` tokens",
     ),

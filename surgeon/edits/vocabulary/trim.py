@@ -142,6 +142,11 @@ def _keep_wanted(
     named_ids: set[int] = set()
     if wanted.texts:
         used = sorted((n for n, count in counts.items() if count >= wanted.least), key=lambda n: (-counts[n], n))
+        if not used:
+            raise BadInput(
+                f"{named(wanted.texts)}: none of its {len(counts)} tokens occurs `least: {wanted.least}` times, so none"
+                " would stay; give more text, or lower `least`"
+            )
         chosen = used[: wanted.most]
         named_ids |= {*chosen}
         often = "" if wanted.least == 1 else f", each {wanted.least} times or more"

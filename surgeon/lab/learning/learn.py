@@ -69,6 +69,7 @@ _RECALL, _LEAST_RECALL, _ANSWERS = 250, 2000, 4000
 _WRITTEN = 128
 _HELD_OUT = 0.1
 _FEWEST_STEPS = 10
+_MOST_MINUTES = 100_000
 # How much held-out text models are measured on.
 _MEASURED: Mapping[str, Any] = {"most": 16, "length": 256}
 _SHOWN = 10
@@ -167,8 +168,11 @@ def learn(
     begun = time.perf_counter()
     if most and exact:
         raise BadInput("--most trains all of the base, --exact only new layers behind a gate; give one of them")
-    if not minutes > 0:
-        raise BadInput(f"--minutes {minutes:g}: must be more than 0")
+    if not 0 < minutes <= _MOST_MINUTES:
+        raise BadInput(f"--minutes {minutes:g}: must be more than 0, and at most {_MOST_MINUTES:,}")
+    if not 0 <= seed < 2**32:
+        # Of a training file, which would refuse it after the recall and the first pilot.
+        raise BadInput(f"--seed {seed}: must be at least 0, and below {2**32:,}")
     way = "most" if most else "exact" if exact else "layers"
     target = Path(to)
     opened = open_checkpoint(base, trust_remote_code=trust_remote_code)

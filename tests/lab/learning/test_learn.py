@@ -154,6 +154,9 @@ def test_refusals(base: Path) -> None:
         ({"most": True, "exact": True}, "give one of them"),
         ({"minutes": 0}, "--minutes 0: must be more than 0"),
         ({"minutes": float("nan")}, "--minutes nan: must be more than 0"),
+        ({"minutes": float("inf")}, "--minutes inf: must be more than 0, and at most 100,000"),
+        ({"seed": 2**32}, "--seed 4294967296: must be at least 0, and below 4,294,967,296"),
+        ({"seed": -1}, "--seed -1: must be at least 0"),
         ({"answers": folder / "none.txt"}, "none.txt"),
         ({"minutes": 0.01}, "has time for 4 steps of 512 tokens here, from which little is learned; give about"),
     ):
