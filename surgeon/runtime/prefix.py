@@ -38,12 +38,21 @@ def kept_in(cache: Any, owner: str, *, asked: bool = True) -> Kept | None:
     layers = _entries(cache)
     found: Kept | None = getattr(layers[0], "kept", {}).get(owner) if layers else None
     if found is None and asked and cache is not None and not torch.compiler.is_compiling():
-        seen = int(cache.get_seq_length())
-        if seen:
+        seen = tokens_in(cache)
+        if cache.has_previous_state() if seen is None else int(seen):
+            held = "tokens" if seen is None else f"{int(seen)} tokens"
             raise ValueError(
-                f"the cache holds {seen} tokens that this model did not route; pass one that its own forward filled"
+                f"the cache holds {held} that this model did not route; pass one that its own forward filled"
             )
     return found
+
+
+def tokens_in(cache: Any) -> Any:
+    """Return the number of tokens in a cache, 0 for None; None where no entry counts them (linear attention alone)."""
+    entries = _entries(cache)
+    if entries and not any(hasattr(entry, "get_seq_length") for entry in entries):
+        return None
+    return 0 if cache is None else cache.get_seq_length()
 
 
 def _entries(cache: Any) -> Any:
@@ -201,13 +210,13 @@ def read_rows(
     if flow.packed:
         raise several_in_a_row(what)
     past = kept_in(cache, owner)
-    seen = 0 if cache is None else cache.get_seq_length()
+    seen = tokens_in(cache)
     valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
     if not (isinstance(attention_mask, Tensor) and attention_mask.shape == inputs.shape[:2]):
         # A 2-D mask of exactly these tokens shows that no token precedes them, whatever their positions.
         _check_positions(flow.positions, valid, past, what)
     begins = _begins(flow.positions, valid)
-    apart = _apart(attention_mask, valid, seen)
+    apart = _apart(attention_mask, valid, 0 if seen is None else seen)
     if begins is not None and apart is not None:
         return valid, begins | apart, past
     return valid, apart if begins is None else begins, past

@@ -30,7 +30,7 @@ from .graft import Flow, Graft
 from .losses import balance_loss, selected, valid_tokens
 from .newborn import Leaf, LowRank, as_linear, product
 from .precision import at_least_fp32
-from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row
+from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row, tokens_in
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 
@@ -306,7 +306,7 @@ def _rows(
         raise ValueError(
             "the cache was filled outside of training, where control states choose otherwise; begin with an empty one"
         )
-    seen = 0 if cache is None else cache.get_seq_length()
+    seen = tokens_in(cache)
     valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
     if by_sequence:
         if flow.packed:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Mamba2Config, Mamba2ForCausalLM
 
+import surgeon
+from surgeon.models.load import load_model
 from surgeon.runtime.graft import Frame, cache_in
 from surgeon.runtime.losses import balance_loss
 from surgeon.runtime.newborn import product as product_of
@@ -274,6 +278,27 @@ def test_a_cache_of_another_model_is_refused() -> None:
     cache = cache_in(base(tokens(), use_cache=True))
     with pytest.raises(ValueError, match="12 tokens that this model did not route"):
         model(tokens(), **{CACHE: cache})
+
+
+def test_a_cache_may_count_no_tokens(tmp_path: Path) -> None:
+    """Linear attention alone: the surgery is proven with a cache, and another model's cache is refused all the same."""
+    config = Mamba2Config(
+        num_heads=4, head_dim=16, hidden_size=32, vocab_size=64, state_size=8, num_hidden_layers=4, n_groups=1
+    )
+    base = Mamba2ForCausalLM(config)
+    for parameter in base.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    base.save_pretrained(tmp_path / "base")
+    surgeon.apply("mixture-of-control", tmp_path / "base", tmp_path / "out")
+    out = load_model(tmp_path / "out")
+    ids = torch.arange(1, 9)[None]
+    decoded = []
+    for model in (base, out):
+        cache = cache_in(model(ids[:, :-1], use_cache=True))
+        decoded.append(model(ids[:, -1:], **{CACHE: cache}).logits)
+    assert torch.equal(*decoded)
+    with pytest.raises(ValueError, match="holds tokens that this model did not route"):
+        out(ids, **{CACHE: cache_in(base(ids, use_cache=True))})
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
