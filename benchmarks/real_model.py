@@ -223,10 +223,10 @@ def points(rows: Sequence[dict[str, Any]], *, blended: bool) -> list[tuple[float
     return [(each["losses"][NEW] - each["base"][NEW], each["kept"]["kl"]["value"]) for each in measured]
 
 
-def differences(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[float]:
-    """Return by how much a method moves answers more than full fine-tuning with the remedy, at equal French, by seed.
+def paired(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[tuple[float, frontier.Pair]]:
+    """Return (how much more a method moves answers than full fine-tuning with the remedy, the common range of French).
 
-    A seed counts where both have runs that cover some of the same French.
+    One for each seed for which both have runs that cover some of the same French.
     """
     apart = []
     for seed in SEEDS:
@@ -234,17 +234,24 @@ def differences(found: Sequence[dict[str, Any]], method: str, remedy: str) -> li
         # Blends of one method beside runs of another would differ in two things.
         blended = all(rows and all(row["blended"] for row in rows) for rows in both)
         mine, full = (frontier.envelope(points(rows, blended=blended)) for rows in both)
-        if (difference := frontier.difference(mine, full)) is not None:
-            apart.append(difference)
+        difference, shared = frontier.difference(mine, full), frontier.common_range(mine, full)
+        if difference is not None and shared is not None:
+            apart.append((difference, shared))
     return apart
 
 
+def differences(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[float]:
+    """Return the differences of `paired` alone."""
+    return [difference for difference, _ in paired(found, method, remedy)]
+
+
 def beside(found: Sequence[dict[str, Any]], method: str, remedy: str) -> list[str]:
-    """Return a row of the table at equal French."""
-    apart = differences(found, method, remedy)
-    result = frontier.interval(apart)
+    """Return a row of the table at equal French; its range is the mean over seeds."""
+    apart = paired(found, method, remedy)
+    result = frontier.interval([difference for difference, _ in apart])
     shown = "" if result is None else interval({"mean": result.mean, "half": result.half}, signed=True)
-    return [METHODS[method].label, remedy, str(len(apart)), shown]
+    ends = [sum(shared[end] for _, shared in apart) / len(apart) for end in (1, 0)] if apart else []
+    return [METHODS[method].label, remedy, str(len(apart)), " to ".join(f"{end:.2f}" for end in ends), shown]
 
 
 def summary(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -269,7 +276,7 @@ def equal_french(found: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table of every method beside full fine-tuning with the remedy, at equal French."""
     pairs = dict.fromkeys((row["run"]["method"], row["run"]["remedy"]) for row in found)
     compared = [beside(found, *pair) for pair in pairs if pair != ("full", REMEDY)]
-    return table(["method", "with", "seeds", "KL on answers"], compared, 2)
+    return table(["method", "with", "seeds", "French", "KL on answers"], compared, 2)
 
 
 def conclusion(found: Sequence[dict[str, Any]]) -> str:
