@@ -51,6 +51,21 @@ def fused_move_less() -> bool:
     return found is not None and found.half is not None and found.mean + found.half < 0
 
 
+def others_move() -> bool:
+    """Whether the one seed of four other ways says what the page says of it, by more than 0.005 nats a token."""
+    ways = ("neutral-residues", "llama-pro", "mixture-of-control", "lora")
+    seeds = [real_model.differences(real_model.rows(), way, real_model.REMEDY) for way in ways]
+    assert all(len(each) == 1 for each in seeds)
+    residues, copied, control, lora = (each[0] for each in seeds)
+    return max(residues, copied) < -0.005 and control > 0.005 and abs(lora) < 0.005
+
+
+def gate_keeps() -> bool:
+    """Whether a gate kept nearly every answer to the letter."""
+    row = next(row for row in real_model.rows() if row["run"]["method"] == "gate")
+    return bool(0.98 <= row["kept"]["same"]["value"] < 1)
+
+
 FULL, FULL_KEPT, LAYERS_KEPT = "all weights", "all weights, with replay + KL", "new layers, with replay + KL"
 GATE = "new layers behind a gate"
 
@@ -166,6 +181,8 @@ EVIDENCE = "docs/explanation/evidence.md"
 LAYERS = ("ot", "copy", "average", "random", "llama-pro")
 SENTENCES = (
     Sentence(EVIDENCE, "fused layers moved the model's answers less", fused_move_less),
+    Sentence(EVIDENCE, "Neutral Residues and copied layers moved them less too, LoRA about as much", others_move),
+    Sentence(EVIDENCE, "behind a gate, without the remedy, kept nearly every answer to the letter", gate_keeps),
     Sentence("README.md", r"three seeds at equal French\].* show that new layers move answers less", fused_move_less),
     Sentence("README.md", r"Behind the gate \(.*\), every answer is the base's", lambda: of_demo()[GATE][1] == 0),
     Sentence(
