@@ -296,7 +296,7 @@ class Draft:
             for suffix, recipe in layer.tensors.items():
                 output = Output(f"{stem}{suffix}", recipe, layer.rewritten.get(suffix, layer.operation))
                 if output.operation is None and not output.is_hole:
-                    _check_kept(output, own.get(suffix))
+                    _check_kept(output, own.get(suffix), self.records)
                 outputs.append(output)
             for graft in layer.grafts:
                 for suffix, recipe in graft.tensors.items():
@@ -440,13 +440,13 @@ def _check_like(stem: str, layer: LayerDraft, kind: LayerKind) -> None:
             )
 
 
-def _check_kept(output: Output, own: TensorInfo | None) -> None:
+def _check_kept(output: Output, own: TensorInfo | None, records: list[OperationRecord]) -> None:
     """Raise BadInput where a base layer's `own` tensor is replaced and no operation is named as the maker."""
     if own is None or output.recipe != Copy.of(own):
         raise BadInput(
             f"{printable(output.name)}: {type(output.recipe).__name__} makes it in a layer of the base, as no"
-            " operation's; the operation that brings this recipe is wrong: it must name itself in the layer's"
-            " `rewritten`"
+            f" operation's; the one that did ({', '.join(record.op for record in records)}) must name itself in the"
+            " layer's `rewritten`"
         )
 
 

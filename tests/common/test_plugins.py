@@ -64,13 +64,13 @@ def test_whatever_it_raises_it_is_named(raised: str, spoilt: Any, monkeypatch: p
     kind = raised.partition("(")[0]
     spoilt(f"raise {raised}\n")
     with pytest.raises(
-        BadInput, match=rf"plugin surgeon-spoilt 0\.1: its entry point `spoilt`.* \({kind}: .*; repair or un"
+        BadInput, match=rf"plugin surgeon-spoilt 0\.1: its entry point `spoilt`.* \({kind}: .*; repair it .*or un"
     ):
         len(registry())
     spoilt(NOT_ADMITTED.format(raised))
     odd = Registry(GROUP, {}, lambda plugin: plugin.value if isinstance(plugin.value, str) else None)
     with pytest.raises(
-        BadInput, match=rf"plugin surgeon-spoilt 0\.1: its `spoilt` .* is of no use \({kind}: .*; repair or un"
+        BadInput, match=rf"plugin surgeon-spoilt 0\.1: its `spoilt` .* is of no use \({kind}: .*; repair it .*or un"
     ):
         len(odd)
     spoilt(CALLED.format(raised))

@@ -297,7 +297,7 @@ def test_rows_of_layers_that_predict_further_tokens_go_too(model_type: str, tmp_
     assert all(torch.equal(one, other[..., kept]) for one, other in zip(drafted, expected, strict=True))
     # Where rows are added they are not known; and what nothing reads cannot be cut.
     for tokens in ({"op": "grow_vocabulary", "added": ["zebra"]}, {"op": "pad_to", "vocabulary": 256}):
-        with pytest.raises(BadInput, match=rf"({'|'.join(names)}): .*has rows for the vocabulary"):
+        with pytest.raises(BadInput, match=rf"({'|'.join(names)}): .*has its own vocabulary rows"):
             surgeon.preview(write_plan(tmp_path / "plan.yaml", [tokens]), base)
 
 
@@ -308,5 +308,5 @@ def test_what_nothing_reads_and_has_rows_is_refused(tmp_path: Path) -> None:
         file.unlink()
     save_file(held, base / "model.safetensors", metadata={"format": "pt"})
     write_plan(tmp_path / "plan.yaml", [{"op": "trim_vocabulary", "tokens": ["the"]}])
-    with pytest.raises(BadInput, match=r"value_head\.weight: a tensor that nothing reads has rows"):
+    with pytest.raises(BadInput, match=r"value_head\.weight: a tensor that nothing reads has its own vocabulary rows"):
         surgeon.preview(tmp_path / "plan.yaml", base)

@@ -178,7 +178,7 @@ def test_what_cannot_be_wider_is_refused_in_a_line(tmp_path: Path) -> None:
         (base, [{"op": "widen_hidden", "to": 2**31}], "at most 64 times"),
         (base, [TWICE, ffn], "in a plan of its own"),
         (base, [ffn, TWICE], "in a plan of its own"),
-        (base, [TWICE, {"op": "gated_adapters", "size": 4}], "apply two plans"),
+        (base, [TWICE, {"op": "gated_adapters", "size": 4}], "put this one into a second plan"),
         (grafted, [TWICE], "layer 0 carries a graft as wide as the stream"),
         (
             gemma,

@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[list[list[dict[str, Any]]], str]] = {
         "carries a graft",
     ),
     "not alone": ([[ADAPTER, FFN]], "a plan of their own"),
-    "another after it": ([[FFN, ADAPTER]], "apply two plans"),
+    "another after it": ([[FFN, ADAPTER]], "put this one into a second plan"),
     "twice": ([[FFN, FFN]], "join the two"),
     "far too wide": ([[{"op": "widen_ffn", "by": 2**31 - 1}]], r"would have 2147483695 neurons; beyond 2\^31"),
     "narrower": ([[{"op": "widen_ffn", "to": 40}]], "have 48 neurons already"),

@@ -141,8 +141,8 @@ MISTAKES = (
         "data",
         "losses are computed in the model's dtype",
         "scoring.py",
-        "F.cross_entropy(row.float(), labels",
-        "F.cross_entropy(row, labels",
+        "F.cross_entropy(logits.float(), expected, ignore_index",
+        "F.cross_entropy(logits, expected, ignore_index",
     ),
     _mistake(
         "lab/learning",

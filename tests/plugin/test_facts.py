@@ -222,9 +222,10 @@ def test_facts_in_a_manifest_are_a_claim(
 STRAY = """
 from typing import Literal
 from surgeon.blueprint.blueprint import Claim, OperationRecord
-from surgeon.operations.operation import Operation
+from surgeon.operations.operation import Operation, TrainingDefaults
 class Stray(Operation):
     "Writes what nobody could take out again."
+    training = TrainingDefaults("a guess", lr=1e-3)
     op: Literal["stray"]
     def prepare(self, base):
         base.side_files["tokenizer.json"] = b"{}"

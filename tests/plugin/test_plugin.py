@@ -191,7 +191,7 @@ BROKEN = {
     ),
     "it has a built-in name": (
         "[surgeon.operations]\ncontrol_llm = surgeon.operations.control_llm:ControlLLM\n",
-        ["surgeon-spoilt 0.1", "`control_llm`", "name of another"],
+        ["surgeon-spoilt 0.1", "`control_llm`", "is taken already"],
     ),
     "it is no operation": (
         "[surgeon.operations]\nspoilt = json:dumps\n",
@@ -214,9 +214,10 @@ BROKEN = {
 
 ENDS = """
 from typing import Literal
-from surgeon.operations.operation import Operation
+from surgeon.operations.operation import Operation, TrainingDefaults
 class Ends(Operation):
     "Ends Python."
+    training = TrainingDefaults("a guess", lr=1e-3)
     op: Literal["ends"]
     def edit(self, draft, facts):
         raise SystemExit(0)

@@ -69,7 +69,7 @@ MISTAKES = {
         "clipping",
         "draft.insert({self.after: [made]})",
         "draft.layers[0].tensors |= clipped",
-        "Clipped makes it in a layer of the base, as no operation's",
+        r"makes it in a layer of the base, as no operation's; the one that did \(insert_clipped\)",
     ),
     "another base layer's": (
         "clipping",
