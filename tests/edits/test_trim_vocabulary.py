@@ -100,6 +100,8 @@ def test_texts_are_cut_as_before_exactly_where_all_tokens_stay(kind: str, plan: 
     assert both.unchanged < len(BOTH)
     # Special tokens, bytes where there are some, and the template's words are there still.
     assert [after.convert_tokens_to_ids(token) for token in SPECIAL] == [kept.index(n) for n in range(4)]
+    added = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["added_tokens"]
+    assert added and all(after.convert_tokens_to_ids(entry["content"]) == entry["id"] for entry in added)
     assert before.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False).endswith("</s>")
     if "byte" in kind or kind in ("whole words first", "SentencePiece"):
         assert after.decode(after("日本 déjà")["input_ids"], skip_special_tokens=True).strip() == "日本 déjà"
