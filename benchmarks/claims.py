@@ -183,7 +183,7 @@ SENTENCES = (
     Sentence(EVIDENCE, "fused layers moved the model's answers less", fused_move_less),
     Sentence(EVIDENCE, "Neutral Residues and copied layers moved them less too, LoRA about as much", others_move),
     Sentence(EVIDENCE, "behind a gate, without the remedy, kept nearly every answer to the letter", gate_keeps),
-    Sentence("README.md", r"three seeds at equal French\].* show that new layers move answers less", fused_move_less),
+    Sentence("README.md", r"three seeds at equal French\].* fused layers move answers less", fused_move_less),
     Sentence("README.md", r"Behind the gate \(.*\), every answer is the base's", lambda: of_demo()[GATE][1] == 0),
     Sentence(
         f"{OPERATIONS}/layers.md",
