@@ -7,7 +7,7 @@ parts add. Values are computed in float32 and rounded once; α = 1 gives the run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,22 +116,7 @@ def write_blend(
     from surgeon.training.opening import check_as_left
     from surgeon.training.publishing import FINAL_FILE, Before, publishing_job
 
-    if (began := before_training(manifest, opened)) is not None:
-        check_as_left(opened, began, listener)
-        runs = manifest.training[len(began.training) :]
-        trained = {*_trained([name for run in runs for name in run.tensors], manifest)}
-        way: _Way = {name: name for name in folder.tensors if name in trained}
-        of_base = manifest.changed_of_base.keys() & way.keys()
-        untouched = of_base - began.changed_of_base.keys()
-    else:
-        state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(None, folder)
-        if (differs := state_difference(state, opened, listener)) is not None:
-            raise BadInput(
-                f"{folder.source.shown}: its base, {printable(state.base.id)}, has another {printable(differs)} than"
-                f" {opened.source.shown}; blend it with the model that its last surgery or a training began with"
-            )
-        way = _way_back(folder, manifest, state)
-        untouched = of_base = {name for name, was in way.items() if was and name not in manifest.new_tensors}
+    way, of_base, untouched = _between(folder, opened, manifest, listener)
     top = alpha if alpha_top is None else alpha_top
     digests = check_as_left(folder, manifest, listener)
     work = work_folder(target, "blending")
@@ -175,6 +160,39 @@ def write_blend(
 _Way = Mapping[str, str | None]
 
 
+def _between(
+    run: CheckpointFolder, base: CheckpointFolder, manifest: Manifest, listener: Listener
+) -> tuple[_Way, Collection[str], Collection[str]]:
+    """Return what lies between a run and `base`, by which both were checked: (way, of_base, untouched).
+
+    `of_base` are the base's own tensors that trained; `untouched` those of them that `base` has as before all training.
+
+    Raises BadInput where the run did not begin with `base`, or nothing trained since.
+    """
+    from surgeon.training.opening import check_as_left
+
+    if (began := before_training(manifest, base)) is None:
+        state = Lineage.of(manifest, file=str(run.path / MANIFEST_FILE)).state(None, run)
+        if (differs := state_difference(state, base, listener)) is not None:
+            raise BadInput(
+                f"{run.source.shown}: its base, {printable(state.base.id)}, has another {printable(differs)} than"
+                f" {base.source.shown}; blend it with the model that its last surgery or a training began with"
+            )
+        way = _way_back(run, manifest, state)
+        of_base = {name for name, was in way.items() if was and name not in manifest.new_tensors}
+        return way, of_base, of_base
+    check_as_left(base, began, listener)
+    runs = manifest.training[len(began.training) :]
+    trained = {*_trained([name for each in runs for name in each.tensors], manifest)}
+    if not trained:
+        raise BadInput(_NOTHING.format(run.source.shown))
+    changed = manifest.changed_of_base.keys() & trained
+    return {name: name for name in run.tensors if name in trained}, changed, changed - began.changed_of_base.keys()
+
+
+_NOTHING = "{}: no run trained it, so there is nothing between it and its base to blend"
+
+
 def _trained(names: Iterable[str], manifest: Manifest) -> list[str]:
     """Return those of the tensors `names` that trained; others were fitted, as a gate is."""
     fitted = {number for number, entry in enumerate(manifest.operations) if entry.trains == "fitted"}
@@ -196,7 +214,7 @@ def _way_back(out: CheckpointFolder, manifest: Manifest, state: State) -> _Way:
     new = manifest.new_tensors
     trained = _trained(manifest.trained, manifest)
     if not trained:
-        raise BadInput(f"{out.source.shown}: no run trained it, so there is nothing between it and its base to blend")
+        raise BadInput(_NOTHING.format(out.source.shown))
     back: dict[str, str | None] = {name: in_base[name] for name in trained if name in in_base and name not in new}
     groups: dict[object, list[str]] = {}
     for name in trained:
